@@ -1,0 +1,194 @@
+"""From candidates to the rows that training consumes: filter, deduplicate, grade, select, order (A7; section 0.7-0.9)."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolr0_core.config import CurriculumConfig, RewardConfig
+from toolr0_core.parse import parse_task
+from toolr0_core.rewards import is_placeholder, is_valid, obeys
+from toolr0_core.schema import Failure, Task, TaskSpec
+
+BUCKETS = ("easy", "medium", "hard")
+_TYPES = {"string", "integer", "number", "boolean"}
+_BANNED_NAMES = {"tool", "function", "api", "call"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A task and p, the share of the Solver's K samples that solved it."""
+
+    task: Task
+    p: float
+
+
+def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewards: RewardConfig) -> Task | Failure:
+    """The task of a Generator's text, or the first rule it breaks; any script is welcome (known faults, 17)."""
+    task = parse_task(text, rewards.require_think)
+    if isinstance(task, Failure):
+        return task
+    if is_placeholder(task.question) or len(task.question) < config.min_question:
+        return Failure("placeholder", "a question too short or an echo of the prompt")
+    for tool in task.tools:
+        if len(tool.name) <= 2 or tool.name.lower() in _BANNED_NAMES:
+            return Failure("bad_menu", f"tool name {tool.name[:40]!r}")
+        if len(tool.description) < config.min_description:
+            return Failure("bad_menu", f"description of {tool.name[:40]!r} is shorter than {config.min_description}")
+        if not tool.parameters or any(s.get("type") not in _TYPES for s in tool.parameters.values()):
+            return Failure("bad_menu", f"{tool.name[:40]!r} has no flat typed parameters")
+    if not task.gold:
+        return Failure("bad_calls", "no call")
+    if not is_valid(task, rewards):
+        return Failure("invalid", "a gold call that its menu or question does not support")
+    if config.require_spec and not obeys(task, spec):
+        return Failure("off_spec", f"{len(task.tools)} tools and {len(task.gold)} calls")
+    return Task(task.question, task.tools, task.gold, spec)
+
+
+def signature(task: Task) -> str:
+    """Equal for tasks that differ only in digits, case or spacing of the question, or in argument values (A7.3)."""
+    question = re.sub(r"\d", "0", " ".join(task.question.lower().split()))
+    tools = "|".join(sorted(f"{t.name}({','.join(sorted(t.parameters))})" for t in task.tools))
+    calls = "->".join(f"{c.name}({','.join(sorted(c.arguments))})" for c in task.gold)
+    return hashlib.sha1("\x00".join((question, tools, calls)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def quality(task: Task) -> float:
+    """Which of several equal tasks to keep (A7.3)."""
+    return min(1, len(task.question) / 220) + min(1, len(task.gold) / 3) + min(1, len(task.tools) / 4)
+
+
+def deduplicate(tasks: Sequence[Task], near_duplicate: float = 0.9) -> list[Task]:
+    """One task per signature, the best of it, in first-seen order; then one per MinHash neighbourhood (1: off)."""
+    best: dict[str, Task] = {}
+    for task in tasks:
+        key = signature(task)
+        if key not in best or quality(task) > quality(best[key]):
+            best[key] = task
+    unique = list(best.values())
+    return _drop_near(unique, near_duplicate) if near_duplicate < 1 else unique
+
+
+def _drop_near(tasks: list[Task], threshold: float) -> list[Task]:
+    from datasketch import MinHash, MinHashLSH
+
+    index, kept = MinHashLSH(threshold=threshold, num_perm=64), []
+    for i, task in enumerate(tasks):
+        menu = " ".join(sorted(t.name for t in task.tools))
+        values = " ".join(str(v) for c in task.gold for v in c.arguments.values())
+        text = f"{task.question.lower()} {menu} {values}"
+        hashed = MinHash(num_perm=64, seed=1)
+        hashed.update_batch([text[j: j + 5].encode("utf-8", "surrogatepass") for j in range(max(1, len(text) - 4))])
+        near = [tasks[int(k)] for k in index.query(hashed)]
+        if not any(_same_values(task, other) for other in near):
+            index.insert(str(i), hashed)
+            kept.append(task)
+    return kept
+
+
+def _same_values(a: Task, b: Task) -> bool:
+    """Near-equal texts with other gold values are other tasks: copying the value is what is learned."""
+    return [sorted(map(str, c.arguments.values())) for c in a.gold] == [sorted(map(str, c.arguments.values())) for c in b.gold]
+
+
+def bucket(p: float, low: float = 0.25, high: float = 0.75) -> str | None:
+    """easy (p > high), medium, hard (0 < p < low); None for p = 0, a label nobody confirms."""
+    if p <= 0:
+        return None
+    return "easy" if p > high else "medium" if p >= low else "hard"
+
+
+def shape(task: Task) -> tuple[int, int]:
+    """Calls and tools: what a specification asks for, and what vanishes from a pool unless selection balances it."""
+    return len(task.gold), len(task.tools)
+
+
+def select(candidates: Sequence[Candidate], n: int, seed: int, config: CurriculumConfig | None = None,
+           wanted: dict[tuple[int, int], float] | None = None) -> list[Candidate]:
+    """Up to n candidates: each shape and domain its share, difficulties mixed easy/medium/hard, gaps filled from the rest.
+
+    wanted: share of each shape (specs.shape_shares); None balances nothing. Deterministic in seed.
+    """
+    c = config or CurriculumConfig()
+    pool = [x for x in candidates if bucket(x.p)]
+    random.Random(seed).shuffle(pool)
+    if len(pool) <= n and not (c.shape_quotas and wanted):
+        return pool
+    n = min(n, _supported(pool, n, wanted) if c.shape_quotas and wanted else n)
+    shares = {"easy": c.easy, "medium": c.medium, "hard": c.hard}
+    domains = Counter(_domain(x) for x in pool)
+    chosen, rest, have = [], [], Counter()
+    for x in pool:
+        keys = [("bucket", bucket(x.p)), ("domain", _domain(x)), ("shape", shape(x.task))]
+        limits = [n * shares[bucket(x.p)], n / len(domains), n * wanted.get(shape(x.task), 0) if wanted else n]
+        if len(chosen) < n and all(have[k] < round(limit) for k, limit in zip(keys, limits)):
+            chosen.append(x)
+            have.update(keys)
+        else:
+            rest.append(x)
+    for x in rest:  # shortfalls: any bucket, any domain, but the shapes keep their shares
+        key = ("shape", shape(x.task))
+        if len(chosen) < n and (not wanted or not c.shape_quotas or have[key] < round(n * wanted.get(shape(x.task), 0))):
+            chosen.append(x)
+            have.update([key])
+    return chosen
+
+
+def _supported(pool: Sequence[Candidate], n: int, wanted: dict[tuple[int, int], float]) -> int:
+    """How many rows the pool can give with every shape at two thirds of its share or more, and at least a quarter of n."""
+    supply = Counter(shape(x.task) for x in pool)
+    limit = min((supply[s] / (share * 2 / 3) for s, share in wanted.items() if share > 0), default=n)
+    return max(min(n, int(limit)), min(n, len(pool)) // 4, 1)
+
+
+def _domain(candidate: Candidate) -> str:
+    return candidate.task.spec.domain if candidate.task.spec else ""
+
+
+def order(selected: Sequence[Candidate], n_consumed: int) -> list[Candidate]:
+    """Exactly n_consumed rows, easy to hard, domains alternating; a row comes again only when all have come as often."""
+    if not selected:
+        return []
+    rounds, extra = divmod(n_consumed, len(selected))
+    picked = list(selected) * rounds + _stratified(selected)[:extra]
+    by_bucket = defaultdict(list)
+    for x in picked:
+        by_bucket[bucket(x.p)].append(x)
+    return [x for b in BUCKETS for x in _alternate(sorted(by_bucket[b], key=lambda x: -x.p))]
+
+
+def _stratified(rows: Sequence[Candidate]) -> list[Candidate]:
+    """An order each of whose beginnings holds every bucket and domain about in its share."""
+    groups = defaultdict(list)
+    for x in rows:
+        groups[bucket(x.p), _domain(x)].append(x)
+    placed = [((i + 0.5) / len(g), k, x) for k, g in enumerate(groups.values()) for i, x in enumerate(g)]
+    return [x for _, _, x in sorted(placed, key=lambda t: t[:2])]
+
+
+def _alternate(rows: Sequence[Candidate], window: int = 32) -> list[Candidate]:
+    """Rows by falling p, with the domains dealt round inside each stretch."""
+    out = []
+    for start in range(0, len(rows), window):
+        groups = defaultdict(list)
+        for x in rows[start: start + window]:
+            groups[_domain(x)].append(x)
+        while groups:
+            for domain in list(groups):
+                out.append(groups[domain].pop(0))
+                if not groups[domain]:
+                    del groups[domain]
+    return out
+
+
+def statistics(tasks: Sequence[Task]) -> dict[str, float]:
+    """What collapses first when a Generator games its reward: menu size, calls, arguments, repeated questions."""
+    n, calls = max(len(tasks), 1), sum(len(t.gold) for t in tasks)
+    return {"menu": sum(len(t.tools) for t in tasks) / n, "two_calls": sum(len(t.gold) > 1 for t in tasks) / n,
+            "arguments": sum(len(c.arguments) for t in tasks for c in t.gold) / max(calls, 1),
+            "duplicates": 1 - len({signature(t) for t in tasks}) / n if tasks else 0.0}

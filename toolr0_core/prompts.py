@@ -1,0 +1,165 @@
+"""Every prompt text, once: the paper's (`full`) and short ones for small models (`compact`), with the same tags.
+
+Functions return chat messages, a list of {"role", "content"}; the tokenizer's chat template does the rest. One layout of
+the Solver's prompt serves probes, judging, training and evaluation (method: section 0.6).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from toolr0_core.config import PromptConfig
+from toolr0_core.schema import TaskSpec, Tool, ToolCall
+
+Messages = list[dict[str, str]]
+
+GENERATOR_COMPACT = "Write one tool-calling task with its tools and its answer."
+SOLVER_COMPACT = "Think briefly, then answer with a JSON list of tool calls."
+JUDGE_COMPACT = "Rate the tool-calling task from 1 (bad) to 5 (perfect). Answer with one digit."
+
+GENERATOR_FULL = """You are an expert author of tool-calling tasks. Think privately, step by step, and design one realistic, \
+non-trivial task that can only be answered by calling tools. Then write it down in the output format below.
+
+Task specification:
+- Domain: {domain}{description}
+- Context: {context}
+- Number of tools in the menu: {n_tools}
+- Number of tool calls in the answer: {n_calls}
+
+Rules:
+1. The menu holds exactly the stated number of tools, each with a name of its own.
+2. The answer is a JSON list of exactly the stated number of calls, and every call names a tool of the menu.
+3. The task stays inside the domain.
+4. A multi_turn context means that the question contains a short User/Agent transcript under the heading "Conversation".
+5. Arguments are flat: strings, numbers and booleans only.
+6. Every argument value of the answer occurs in the question.
+
+Output exactly four blocks and nothing else:
+<think>your private design notes</think>
+<question>the user's request: natural, no bullet points, no placeholders, with the exact values</question>
+<available_tools>a JSON list of tools, each {{"name": ..., "description": ..., "parameters": {{name: {{"type": ..., \
+"description": ...}}}}, "required": [names]}}</available_tools>
+<tool_call_answer>a JSON list of calls, each {{"name": ..., "arguments": {{...}}}}</tool_call_answer>"""
+GENERATOR_FULL_USER = "Write a new task now that obeys the task specification."
+
+SOLVER_FULL = """A conversation between a user and an assistant who can call tools. The assistant first reasons about the \
+request inside <think> </think> tags, then answers with a JSON list of calls, each {"name": ..., "arguments": {...}}, inside \
+<tool_call_answer> </tool_call_answer> tags. It uses only the tools it is given, with values from the request; where no tool \
+fits, the list is empty."""
+
+JUDGE_FULL = """You are a strict quality controller of tool-calling tasks. Judge two things: is the question realistic, \
+specific and clear (critical), and does the answer really solve it with the given tools?
+5: perfect. 4: minor issues. 3: vague or too simple. 2: generic, a placeholder or nonsense. 1: unrelated, or a template error.
+A question that reads like an instruction for writing tasks gets 2 at most. Answer with a single integer from 1 to 5."""
+
+
+def generator_messages(spec: TaskSpec, config: PromptConfig, description: str = "") -> Messages:
+    """What the Generator is asked for this specification; description explains the domain in the full form."""
+    system, user = _generator_turns(spec, config, description)
+    return [*system, *_examples(GENERATOR_EXAMPLES[: config.generator_examples], config), *user]
+
+
+def _generator_turns(spec: TaskSpec, config: PromptConfig, description: str) -> tuple[Messages, Messages]:
+    if config.form == "compact":
+        ask = f"domain: {spec.domain}, context: {spec.context}, tools: {spec.n_tools}, calls: {spec.n_calls}"
+        return [_turn("system", GENERATOR_COMPACT)], [_turn("user", ask)]
+    control = {**vars(spec), "description": f" ({description})" if description else ""}
+    return [_turn("system", GENERATOR_FULL.format(**control))], [_turn("user", GENERATOR_FULL_USER)]
+
+
+def solver_messages(question: str, tools: Sequence[Tool], config: PromptConfig) -> Messages:
+    """What the Solver is asked: the question and the menu."""
+    system = SOLVER_COMPACT if config.form == "compact" else SOLVER_FULL
+    turns = [_turn("system", system)]
+    for example in SOLVER_EXAMPLES[: config.solver_examples]:
+        turns += [_turn("user", _request(example["question"], _tools(example), config)),
+                  _turn("assistant", f"<think>{example['think']}</think>{_answer(example)}")]
+    return [*turns, _turn("user", _request(question, tools, config))]
+
+
+def judge_messages(question: str, tools: Sequence[Tool], calls: Sequence[ToolCall], config: PromptConfig) -> Messages:
+    """What the judge is asked about a task."""
+    answer = json.dumps([c.to_json() for c in calls], ensure_ascii=False)
+    return [_turn("system", JUDGE_COMPACT if config.form == "compact" else JUDGE_FULL),
+            _turn("user", f"{_request(question, tools, config)}\n<tool_call_answer>{answer}</tool_call_answer>")]
+
+
+def answer_prefix(config: PromptConfig) -> str:
+    """What is written for the model at the start of its answer."""
+    return "<think>" if config.begin_answer else ""
+
+
+def render_tools(tools: Sequence[Tool], form: str) -> str:
+    """The menu as one line of JSON. Compact: name -> type, a description where there is one, `required` where it is not
+    every parameter."""
+    return json.dumps([_compact_tool(t) if form == "compact" else t.to_json() for t in tools],
+                      ensure_ascii=False, separators=(",", ":") if form == "compact" else None)
+
+
+def _compact_tool(tool: Tool) -> dict:
+    out = {"name": tool.name, "parameters": {p: s.get("type", "string") for p, s in tool.parameters.items()}}
+    if tool.description:
+        out["description"] = tool.description
+    if set(tool.required) != set(tool.parameters):
+        out["required"] = list(tool.required)
+    return out
+
+
+def _request(question: str, tools: Sequence[Tool], config: PromptConfig) -> str:
+    menu = render_tools(tools, config.form)
+    if config.form == "compact":
+        return f"<question>{question}</question><available_tools>{menu}</available_tools>"
+    return f"User request:\n{question}\n\nAvailable tools (JSON):\n{menu}"
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _tools(example: dict) -> tuple[Tool, ...]:
+    return tuple(Tool(name, description, {p: {"type": t} for p, t in parameters.items()}, tuple(parameters))
+                 for name, description, parameters in example["tools"])
+
+
+def _answer(example: dict) -> str:
+    calls = [{"name": name, "arguments": arguments} for name, arguments in example["calls"]]
+    return f"<tool_call_answer>{json.dumps(calls, ensure_ascii=False)}</tool_call_answer>"
+
+
+def _examples(examples: Sequence[dict], config: PromptConfig) -> Messages:
+    turns: Messages = []
+    for e in examples:
+        spec = TaskSpec(e["domain"], "single_turn", len(e["tools"]), len(e["calls"]))
+        turns += _generator_turns(spec, config, "")[1]
+        menu = render_tools(_tools(e), config.form)
+        turns.append(_turn("assistant", f"<think>{e['think']}</think><question>{e['question']}</question>"
+                                        f"<available_tools>{menu}</available_tools>{_answer(e)}"))
+    return turns
+
+
+SOLVER_EXAMPLES = (
+    {"question": "Put 3 bags of rice on my shopping list, please.",
+     "tools": (("add_item", "Add an item to a shopping list", {"item": "string", "quantity": "integer"}),
+               ("remove_item", "Take an item off a shopping list", {"item": "string"})),
+     "think": "The user wants to add rice, 3 bags, so I use add_item.",
+     "calls": (("add_item", {"item": "rice", "quantity": 3}),)},
+    {"question": "Convert 250 US dollars to euros and tell me the time in Lisbon.",
+     "tools": (("convert_currency", "Convert an amount", {"amount": "number", "source": "string", "target": "string"}),
+               ("local_time", "Current time in a city", {"city": "string"})),
+     "think": "Two things are asked: convert_currency for the dollars, local_time for Lisbon.",
+     "calls": (("convert_currency", {"amount": 250, "source": "US dollars", "target": "euros"}),
+               ("local_time", {"city": "Lisbon"}))},
+)
+GENERATOR_EXAMPLES = (
+    {"domain": "travel", "question": "Find me a hotel in Lisbon for 3 nights, please.",
+     "tools": (("search_hotels", "Search for hotels in a city", {"city": "string", "nights": "integer"}),
+               ("search_trains", "Search for trains to a city", {"city": "string", "day": "string"})),
+     "think": "A user looks for a hotel. The tool search_hotels needs city and nights, so the request names both.",
+     "calls": (("search_hotels", {"city": "Lisbon", "nights": 3}),)},
+    {"domain": "scheduling", "question": "Remind me to call Maria on Friday at 9.",
+     "tools": (("create_reminder", "Create a reminder", {"text": "string", "day": "string", "hour": "integer"}),
+               ("delete_reminder", "Delete a reminder", {"text": "string"})),
+     "think": "A user wants a reminder. The tool create_reminder needs text, day and hour, so the request names all three.",
+     "calls": (("create_reminder", {"text": "call Maria", "day": "Friday", "hour": 9}),)},
+)
