@@ -97,6 +97,7 @@ class SamplerConfig:
     temperature: float = option(1.0, "temperature of rollouts")
     top_p: float = option(1.0, "nucleus of rollouts")
     top_k: int = option(0, "top-k of rollouts; 0: off")
+    stop_at_answer: bool = option(False, "end a completion at </tool_call_answer>, for models that do not stop")
 
 
 @dataclass(frozen=True)

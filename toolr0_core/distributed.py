@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from toolr0_core.model import Model
 
@@ -88,8 +89,17 @@ class World:
 
     def full_weights(self, trained: torch.nn.Module) -> dict[str, Tensor]:
         """All parameters, whole, in the optimiser's precision, on the CPU of every rank."""
-        return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone()
-                for name, p in trained.state_dict().items()}
+        return {name: self.whole(p) for name, p in trained.state_dict().items()}
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A copy on the CPU of what may be sharded."""
+        return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu().clone()
+
+    def like(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """A whole tensor, sharded as the parameter is."""
+        if not hasattr(parameter, "device_mesh"):
+            return value.to(parameter.device)
+        return distribute_tensor(value.to(self.device), parameter.device_mesh, parameter.placements)
 
     @torch.no_grad()
     def copy_weights(self, trained: torch.nn.Module, model: Model) -> None:
@@ -115,6 +125,11 @@ def setup(timeout_minutes: int = 30) -> World:
         return World(0, 1, device, False)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))
     return World(dist.get_rank(), dist.get_world_size(), device, True)
+
+
+def sampling_dtype(world: World, asked: str) -> torch.dtype:
+    """The dtype of sampling and of matrix products in training; master weights are fp32 in any case."""
+    return getattr(torch, asked or ("bfloat16" if world.device.type == "cuda" else "float32"))
 
 
 def shutdown() -> None:

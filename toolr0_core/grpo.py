@@ -188,6 +188,18 @@ class Trainer:
         with torch.set_grad_enabled(model is not self.reference):
             return model(batch.ids_N, batch.positions_N, batch.attend, head)
 
+    def state(self) -> dict[str, Tensor]:
+        """The optimiser's moments, whole, on the CPU, by parameter name; with `done`, all that a phase needs to go on."""
+        named = [(n, self.optimizer.state.get(p, {})) for n, p in self.trained.named_parameters()]
+        return {f"{kind}.{name}": self.world.whole(value) for name, s in named for kind, value in s.items()}
+
+    def load_state(self, state: dict[str, Tensor], done: int) -> None:
+        """What `state` returned, at any number of ranks."""
+        self.done = done
+        for name, p in self.trained.named_parameters():
+            kinds = {k.split(".", 1)[0]: v for k, v in state.items() if k.split(".", 1)[1] == name}
+            self.optimizer.state[p] = {k: v if k == "step" else self.world.like(v, p) for k, v in kinds.items()}
+
     def _schedule(self, update: int) -> None:
         """Linear warm-up, then constant or linear to 0 at the phase's last step."""
         c, now = self.config, self.done + update / self.config.updates

@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from toolr0_core import prompts, rewards
 from toolr0_core.config import Config
 from toolr0_core.distributed import World
+from toolr0_core.grpo import Trainer
 from toolr0_core.matching import calls_equal
+from toolr0_core.model import Model
 from toolr0_core.parse import parse_calls
+from toolr0_core.presets import new_tokens
 from toolr0_core.rng import fold
 from toolr0_core.sampler import Sampler, SamplingParams
-from toolr0_core.schema import Completion, Prompt, Task, TaskSpec
+from toolr0_core.schema import Completion, Prompt, Task, TaskSpec, ToolCall
+from toolr0_core.specs import Domain
 from toolr0_core.tokenizer import Tokenizer
 
 ANSWER_END = "</tool_call_answer>"
@@ -32,22 +38,42 @@ class Purpose:
 
 
 class Player:
-    """One model with its prompts: renders requests, samples them on all ranks, returns completions in request order."""
+    """One model with its prompts: renders requests, samples them on all ranks, returns completions in request order.
 
-    def __init__(self, model, tokenizer: Tokenizer, config: Config, world: World, max_new_tokens: int):
+    `master` holds the trained weights in fp32 where the sampling model is less exact than they are.
+    """
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, config: Config, world: World, role: str):
+        self.model, self.tokenizer, self.config, self.world = model, tokenizer, config, world
         self.sampler = Sampler(model, tokenizer, config.sampler.kv_gib or None, config.sampler.max_sequences)
-        self.tokenizer, self.config, self.world = tokenizer, config, world
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens = new_tokens(config, role)
         self.prefix = prompts.answer_prefix(config.prompts)
+        self.master: dict[str, Tensor] | None = None
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights as exact as they are known, on the CPU."""
+        return self.master or {name: value.detach().cpu() for name, value in self.model.state_dict().items()}
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Goes on from these weights, in place."""
+        self.model.load_state_dict(weights)
+        self.master = {k: v.clone() for k, v in weights.items()} if self.world.sharded else None
+
+    def keep(self, trainer: Trainer) -> None:
+        """Remembers what a trainer of this model has learned."""
+        self.master = self.world.full_weights(trainer.trained) if self.world.sharded else None
+
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def render(self, messages: list[dict[str, str]]) -> Prompt:
         text = "\n".join(m["content"] for m in messages)
         return Prompt(tuple(self.tokenizer.render(messages, prefix=self.prefix)), text)
 
-    def task_prompts(self, specs: Sequence[TaskSpec]) -> list[Prompt]:
+    def task_prompts(self, specs: Sequence[TaskSpec], domains: dict[str, Domain]) -> list[Prompt]:
         """The Generator's prompts for these specifications."""
-        return [self.render(prompts.generator_messages(s, self.config.prompts, self.domains[s.domain].description))
-                for s in specs]
+        return [self.render(prompts.generator_messages(s, self.config.prompts, domains[s.domain].description)) for s in specs]
 
     def answer_prompts(self, tasks: Sequence[Task]) -> list[Prompt]:
         """The Solver's prompts; one layout for training, probes and evaluation."""
@@ -79,7 +105,7 @@ class Player:
         return [sum(self.is_right(completion, task.gold) for completion in group) / len(group)
                 for task, group in zip(tasks, drawn)]
 
-    def is_right(self, completion: Completion, gold) -> bool:
+    def is_right(self, completion: Completion, gold: Sequence[ToolCall]) -> bool:
         calls = parse_calls(self.text(completion), self.config.rewards.require_think)
         return isinstance(calls, tuple) and calls_equal(calls, gold, self.config.rewards.rule)
 

@@ -1,40 +1,48 @@
-"""A run on disk: where it stands, what it wrote, and how it goes on.
+"""A run on disk and on the terminal: settings, metrics, rollouts, curricula, evaluations, summary.
 
-config.json, metrics.jsonl, rollouts.jsonl, curriculum/iteration_N.jsonl (selected, in training order) and
-iteration_N.dropped.jsonl (with reasons), checkpoints/, hf/{generator,solver}/, summary.json.
-Only rank 0 writes; every rank reads.
+Only rank 0 writes; every rank reads. JSON lines are ASCII, so that no text of a model can break a line or an encoding.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from toolr0_core.config import Config
 from toolr0_core.curriculum import Candidate
 from toolr0_core.schema import Task
 
-
-class Interrupted(Exception):
-    """The user asked to stop; everything needed to go on is on disk."""
+PHASES = ("generator", "curriculum", "solver", "evaluate")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Position:
-    """The next thing to do: this step of this phase of this iteration. phase "base" is the base model's evaluation."""
+    """The next thing to do: this step of this phase (an index into PHASES) of this iteration; iteration 0 is the base."""
 
     iteration: int = 0
-    phase: str = "evaluate"
+    phase: int = PHASES.index("evaluate")
     step: int = 0
+
+    def next_phase(self) -> Position:
+        last = self.phase + 1 == len(PHASES)
+        return Position(self.iteration + last, 0 if last else self.phase + 1)
+
+    @property
+    def name(self) -> str:
+        return f"iteration_{self.iteration}-{PHASES[self.phase]}-{self.step}"
 
 
 class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a flag that the loop reads between steps; a second Ctrl-C ends at once."""
+    """Turns Ctrl-C and SIGTERM into a flag that the loop reads between steps; a second one ends at once."""
 
     def __init__(self):
         self.requested = False
@@ -45,6 +53,8 @@ class StopRequest:
             if self.requested:
                 raise KeyboardInterrupt
             self.requested = True
+            print("\nstopping after this step (again to stop at once)", file=sys.stderr, flush=True)
+
         former = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self
@@ -53,66 +63,141 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
+class RunDir:
+    """The run directory `out`, and the lines a person reads meanwhile."""
+
+    def __init__(self, out: Path, writes: bool):
+        self.out, self.writes = out, writes
+        self.started = time.time()
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def write_config(self, config: Config) -> None:
+        if self.writes:
+            write_json(self.out / "config.json", asdict(config))
+
+    def forget_from(self, position: Position) -> None:
+        """Drops what was logged at or after this position, so that a resumed run logs no line twice."""
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            path = self.out / name
+            if self.writes and path.exists():
+                write_jsonl(path, [r for r in _whole_rows(path) if Position(*r["at"]) < position])
+
+    def write_curriculum(self, iteration: int, rows: Sequence[Candidate], dropped: Sequence[dict[str, Any]]) -> None:
+        if self.writes:
+            folder = self.out / "curriculum"
+            write_jsonl(folder / f"iteration_{iteration}.dropped.jsonl", dropped)
+            write_jsonl(folder / f"iteration_{iteration}.jsonl", [{"p": r.p, "task": r.task.to_json()} for r in rows])
+
+    def read_curriculum(self, iteration: int) -> list[Candidate]:
+        """The rows of an iteration in training order."""
+        rows = _whole_rows(self.out / "curriculum" / f"iteration_{iteration}.jsonl")
+        return [Candidate(Task.from_json(row["task"]), row["p"]) for row in rows]
+
+    def write_evaluation(self, iteration: int, per_row: Sequence[dict[str, Any]]) -> None:
+        if self.writes:
+            write_jsonl(self.out / "evaluations" / f"iteration_{iteration}.jsonl", per_row)
+
+    def read_evaluation(self, iteration: int) -> list[dict[str, Any]] | None:
+        path = self.out / "evaluations" / f"iteration_{iteration}.jsonl"
+        return _whole_rows(path) if path.exists() else None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        if self.writes:
+            write_json(self.out / "summary.json", summary)
+
+    def append(self, name: str, position: Position, rows: Iterable[dict[str, Any]]) -> None:
+        """Rows onto a JSONL file, each with where in the run it belongs."""
+        if self.writes:
+            at = [position.iteration, position.phase, position.step]
+            with (self.out / name).open("a") as file:
+                file.writelines(json.dumps({"at": at} | row) + "\n" for row in rows)
+
+    # -- terminal ----------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        if self.writes:
+            print(text, flush=True)
+
+    def log_step(self, position: Position, steps: int, left: float, metrics: dict[str, float]) -> None:
+        """One line a step, rewards first, and the same in metrics.jsonl."""
+        phase = PHASES[position.phase]
+        self.append("metrics.jsonl", position, [{"iteration": position.iteration, "phase": phase, "step": position.step}
+                                                | metrics])
+        cells = [f"{name} {metrics[key]:{form}}" for name, key, form in COLUMNS[phase] if key in metrics]
+        self.say(f"{position.iteration} {phase:9} {position.step + 1:3}/{steps} | {' '.join(cells)} | {clock(left)} left")
+
+    def chunks(self, items: Sequence[Any], what: str, size: int) -> Iterator[Sequence[Any]]:
+        """Parts of a long list, with progress and time left on a terminal."""
+        with tqdm(total=len(items), desc=what, disable=not (self.writes and sys.stderr.isatty()), leave=False) as bar:
+            for start in range(0, len(items), size):
+                yield items[start: start + size]
+                bar.update(len(items[start: start + size]))
+
+
+_TRAINING = (("loss", "loss", "+.4f"), ("grad", "grad_norm", "6.2f"), ("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"),
+             ("gap", "logp_gap", ".0e"), ("flat", "flat_groups", ".2f"), ("cut", "truncated", ".2f"), ("len", "length", "5.1f"))
+COLUMNS = {
+    "generator": (("reward", "reward", "6.3f"), ("format", "format", ".2f"), ("validity", "validity", ".2f"),
+                  ("difficulty", "difficulty", ".2f"), ("semantic", "semantic", ".2f"), ("valid", "valid", ".2f"),
+                  ("p", "p", ".2f"), *_TRAINING),
+    "solver": (("reward", "reward", "6.3f"), ("format", "format", ".2f"), ("accuracy", "accuracy", ".2f"),
+               ("exact", "exact", ".2f"), *_TRAINING)}
+
+
+def clock(seconds: float) -> str:
+    """H:MM:SS"""
+    seconds = max(0, round(seconds))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
 def write_json(path: Path, obj: Any) -> None:
     """Whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(obj, indent=1, ensure_ascii=True) + "\n")
+    part.write_text(json.dumps(obj, indent=1) + "\n")
     part.replace(path)
 
 
-def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all; ASCII, so that no text of a model can break a line or an encoding."""
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     with part.open("w") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=True) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     part.replace(path)
 
 
+def _whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file; a last line that a crash cut short is left out."""
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
 def check_out(out: Path, config: Config, resume: bool) -> None:
-    """Raises ValueError where this run cannot use `out`: not writable, another run's, or a resume of other settings."""
-    stored = out / "config.json"
+    """Raises ValueError where this run cannot use `out`: not writable, another run's, or a resume with other settings."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"--out {out}: cannot write there ({error.strerror}); name a directory that you own") from error
+        raise ValueError(f"--out {out} cannot be written ({error.strerror}); name a directory of yours") from None
+    stored = out / "config.json"
     if not stored.exists():
         return
     if not resume:
-        raise ValueError(f"--out {out}: holds a run already; go on with it by --resume auto, or name another directory")
-    former, now = json.loads(stored.read_text()), json.loads(json.dumps(asdict(config)))
-    changed = sorted(k for k in set(flat(former)) | set(flat(now)) if flat(former).get(k) != flat(now).get(k))
-    changed = [k for k in changed if k != "out"]
+        raise ValueError(f"--out {out} holds a run already; go on with it by --resume auto, or name another directory")
+    former, now = (flat(json.loads(text)) for text in (stored.read_text(), json.dumps(asdict(config))))
+    changed = sorted(k for k in former.keys() | now.keys() if former.get(k) != now.get(k) and k != "out")
     if changed:
         k = changed[0]
-        raise ValueError(f"--resume: {out} was started with --{k} {flat(former).get(k)!r}, not {flat(now).get(k)!r}; "
-                         f"give its settings again or name a new --out ({len(changed)} settings differ)")
+        raise ValueError(f"--resume: {out} was started with --{k} {former.get(k)!r}, not {now.get(k)!r} ({len(changed)} settings "
+                         f"differ); give it the settings it was started with, or name a new --out")
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     out = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and value and all(isinstance(k, str) and k.isidentifier() for k in value):
-            out |= flat(value, f"{prefix}{key}.")
-        else:
-            out[prefix + key] = value
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out
-
-
-def read_curriculum(out: Path, iteration: int) -> list[Candidate]:
-    with (out / "curriculum" / f"iteration_{iteration}.jsonl").open() as file:
-        return [Candidate(Task.from_json(row["task"]), row["p"]) for row in map(json.loads, file)]
-
-
-def write_curriculum(out: Path, iteration: int, rows: Sequence[Candidate], dropped: Sequence[dict[str, Any]]) -> None:
-    folder = out / "curriculum"
-    write_jsonl(folder / f"iteration_{iteration}.dropped.jsonl", dropped)
-    write_jsonl(folder / f"iteration_{iteration}.jsonl", [{"p": r.p, "task": r.task.to_json()} for r in rows])
-
-
-__all__ = ["Interrupted", "Position", "StopRequest", "check_out", "read_curriculum", "replace", "write_curriculum"]

@@ -71,3 +71,13 @@ def sample_spec(rng: random.Random, config: SpecConfig | None = None, domains: d
     n_tools = int(rng.choices(list(sizes), list(sizes.values()))[0])
     domain = rng.choices(list(domains), [d.weight for d in domains.values()])[0]
     return TaskSpec(domain, "multi_turn" if multi else "single_turn", n_tools, n_calls)
+
+
+def shape_shares(config: SpecConfig) -> dict[tuple[int, int], float]:
+    """(calls, tools) -> share of the specifications that ask for that shape; what selection balances towards."""
+    two = (1 - config.multi_turn) * config.two_calls
+    shares = {}
+    for calls, share, sizes in ((1, 1 - two, config.one_call_menu), (2, two, config.two_call_menu)):
+        total = sum(sizes.values())
+        shares |= {(calls, int(size)): share * weight / total for size, weight in sizes.items()}
+    return {shape: share for shape, share in shares.items() if share > 0}

@@ -95,6 +95,26 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def check_model(folder: Path) -> None:
+    """Raises ModelError, before any long work, where the directory lacks something that a run needs."""
+    config = read_config(folder)
+    shapes = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                shapes |= {name.removeprefix("model."): tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except Exception as error:  # the library raises its own types
+            raise ModelError(f"{path} is no readable safetensors file ({error}); fetch it again") from None
+    with torch.device("meta"):
+        wanted = {name: tuple(p.shape) for name, p in Model(config).state_dict().items()}
+    for name, shape in wanted.items():
+        if shapes.get(name) != shape:
+            raise ModelError(f"{folder}: tensor {name} is {shapes.get(name, 'absent')}, config.json says {shape}; "
+                             f"fetch the whole model directory again")
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} lacks tokenizer.json; copy the base model's tokenizer files there")
+
+
 def export_model(weights: dict[str, Tensor], config: ModelConfig, source: Path, out: Path,
                  dtype: torch.dtype | None = None) -> None:
     """A directory that transformers loads: source's configuration and tokenizer with these weights; whole or not at all."""

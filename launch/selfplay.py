@@ -1,0 +1,86 @@
+"""Self-play by Tool-R0: a Generator invents tool-calling tasks and a Solver learns them.
+
+    python launch/selfplay.py --preset nano --out runs/nano
+    torchrun --nproc_per_node=4 launch/selfplay.py --preset qwen2.5-1.5b --out runs/qwen
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+
+try:
+    from toolr0_core import options, presets
+except ModuleNotFoundError:
+    sys.exit("error: toolr0_core is not installed; type `pip install -e .` in the repository, or use launch/quickstart.sh")
+
+
+def add_options(parser) -> None:
+    parser.add_argument("--resume", choices=["auto"], help="go on from the last checkpoint in --out, if there is one")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and stop")
+    parser.add_argument("--json", metavar="FILE", help="write summary.json there too")
+
+
+def main(argv: list[str]) -> int:
+    config, own = options.parse(argv, __doc__.splitlines()[0], add_options)
+    try:
+        return run(config, own)
+    except (ValueError, OSError) as error:
+        options.fail(error)
+
+
+def run(config, own) -> int:
+    presets.validate(config)
+    if not config.out and not own.dry_run:
+        raise ValueError("--out is missing; name the directory for this run, such as runs/first")
+    out = Path(config.out)
+    from toolr0_core import distributed, model, tokenizer
+    from toolr0_core.roles import Player
+    from toolr0_core.rundir import RunDir, StopRequest, check_out
+    from toolr0_core.selfplay import Interrupted, SelfPlay
+    from toolr0_core.weights import check_model, model_path
+
+    source = model_path(config.model or config.preset)
+    check_model(source)
+    text = tokenizer.load(source)
+    if own.dry_run:
+        from toolr0_core.plan import show_plan
+
+        show_plan(config, source, text)
+        return 0
+    world = distributed.setup()
+    check_out(out, config, resume=own.resume == "auto")
+    world.barrier()
+    rundir = RunDir(out, writes=world.main)
+    rundir.write_config(config)
+    base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
+    players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]
+    with StopRequest().listening() as stop:
+        game = SelfPlay(config, *players, rundir, source, stop)
+        try:
+            summary = game.play()
+        except Interrupted:
+            rundir.say(f"stopped; go on with the same command and --resume auto (everything is in {out})")
+            return 130
+        finally:
+            distributed.shutdown()
+    if world.main:
+        finish(summary, out, own.json)
+    return 3 if summary["skipped_solver_phases"] else 0
+
+
+def finish(summary: dict, out: Path, copy_to: str | None) -> None:
+    from toolr0_core.evaluation.heldout import print_table
+
+    if summary["base"]:
+        print_table(summary)
+    if copy_to:
+        Path(copy_to).write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"{time.strftime('%H:%M:%S', time.gmtime(summary['seconds']))} in all; the run is in {out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Checkpoints: a directory of safetensors and JSON, written aside, checked by hash, renamed into place; nothing is pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+TENSORS, STATE = "tensors.safetensors", "state.json"
+
+
+def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
+    """Writes folder/name whole or not at all, then drops all but the newest `keep`.
+
+    Raises ValueError where the disk cannot hold it; what stood there before stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    need = sum(t.numel() * t.element_size() for t in tensors.values()) + 2**20
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ValueError(f"{folder}: {free / 2**20:,.0f} MiB are free and a checkpoint needs {need / 2**20:,.0f}; make room, "
+                         f"then go on with --resume auto")
+    part = folder / f".{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        save_file({k: t.detach().contiguous() for k, t in tensors.items()}, part / TENSORS)
+        record = {"sha256": _digest(part / TENSORS), "order": _next_order(folder), "state": state}
+        with (part / STATE).open("w") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        final = folder / name
+        shutil.rmtree(final, ignore_errors=True)
+        part.rename(final)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ValueError(f"{folder}: the checkpoint {name} could not be written ({error.strerror or error}); the former one is "
+                         f"whole: make room, then go on with --resume auto") from error
+    for old in _by_age(folder)[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def latest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The newest whole checkpoint as (tensors, state), None where there is none; a damaged one is named and skipped."""
+    for path in _by_age(folder):
+        try:
+            record = json.loads((path / STATE).read_text())
+            if _digest(path / TENSORS) != record["sha256"]:
+                raise ValueError("its tensors do not match their hash")
+            return load_file(path / TENSORS), record["state"]
+        except (OSError, ValueError, KeyError) as error:
+            print(f"checkpoint {path} is damaged and skipped: {error}", file=sys.stderr)
+    return None
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """Checkpoints, newest first; one without a readable order counts as the newest, so that it gets named."""
+    found = [p for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")] if folder.is_dir() else []
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(path: Path) -> float:
+    try:
+        return json.loads((path / STATE).read_text())["order"]
+    except (OSError, ValueError, KeyError):
+        return float("inf")
+
+
+def _next_order(folder: Path) -> int:
+    return 1 + max((int(o) for o in map(_order, _by_age(folder)) if o != float("inf")), default=0)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
