@@ -192,18 +192,19 @@ def optimizers(model: Model, lr: float) -> list[torch.optim.Optimizer]:
 
 def pretrain(args: argparse.Namespace, tokenizer: Tokenizer, save) -> Model:
     model = load(args.init) if args.init else new_model(tokenizer.get_vocab_size(), args.seed)
-    first = round(args.clean * args.steps)
+    noisy_from = round(args.clean * args.steps)
     size = sum(p.numel() for p in model.parameters())
     print(f"{size:,} parameters, vocabulary {tokenizer.get_vocab_size()}", flush=True)
     batches, opts = Batches(tokenizer, args.seed, args.tokens), optimizers(model, args.lr)
-    plain, full = grammar.Draw(plain=True), grammar.Draw()
+    plain, familiar = grammar.Draw(plain=True, random_parameters=0.25), grammar.Draw(random_parameters=0.25)
+    full = grammar.Draw(random_parameters=0.8, random_tools=0.5)
     start, losses = time.time(), []
-    for step in range(first if args.init else 0, args.steps):
-        if step == first and not args.init:
+    for step in range(args.first, args.steps):
+        if step == noisy_from:
             save(model, ".clean")
         progress = step / args.steps
-        stage = plain if progress < args.plain else full
-        noise = documents.CLEAN if progress < args.clean else documents.Noise()
+        stage = plain if progress < args.plain else familiar if progress < args.familiar else full
+        noise = documents.CLEAN if step < noisy_from else documents.Noise()
         scale = min(1.0, (step + 1) / 50, max(0.02, (1 - progress) / (1 - args.hold)))
         ids, positions, attend, rows, targets, _ = batches.next(noise, stage, args.generator_share)
         loss = F.cross_entropy(completion_logits(model, ids, positions, attend, rows), targets)
@@ -216,10 +217,10 @@ def pretrain(args: argparse.Namespace, tokenizer: Tokenizer, save) -> Model:
         losses.append(loss.item())
         if (step + 1) % args.every == 0:
             seen = forced_accuracy(model, batches, documents.solver_document, full)
-            unseen = forced_accuracy(model, batches, documents.solver_document, replace(full, unseen="pair"))
+            unseen = forced_accuracy(model, batches, documents.solver_document, replace(full, unseen="tool"))
             writes = forced_accuracy(model, batches, documents.generator_document, full)
             print(f"step {step + 1} {time.time() - start:.0f}s loss {sum(losses) / len(losses):.3f} solver {seen:.2f} "
-                  f"unseen pairs {unseen:.2f} generator {writes:.2f}", flush=True)
+                  f"unseen tools {unseen:.2f} generator {writes:.2f}", flush=True)
             losses = []
             save(model, ".part")
     return model
@@ -230,7 +231,7 @@ def held_out(seed: int, n: int) -> list[dict]:
     rng, rows, questions = random.Random(f"held-out {seed}"), [], set()
     while len(rows) < n:
         group = "tool" if len(rows) % 2 == 0 else "pair"
-        task = grammar.sample_task(rng, grammar.Draw(unseen=group, random_parameters=0.0))
+        task = grammar.sample_task(rng, grammar.Draw(unseen=group))
         uses = any(c.name in grammar.UNSEEN_TOOLS for c in task.gold)
         if uses != (group == "tool") or task.question in questions:
             continue
@@ -265,15 +266,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=9500)
     parser.add_argument("--tokens", type=int, default=3000, help="tokens of a batch")
     parser.add_argument("--vocab", type=int, default=1280)
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW's is 0.15 of it")
     parser.add_argument("--plain", type=float, default=0.05, help="share of the steps on small menus of one call")
-    parser.add_argument("--clean", type=float, default=0.7, help="share of the steps on clean documents")
+    parser.add_argument("--familiar", type=float, default=0.4, help="share of the steps on mostly fixed tools, before any")
+    parser.add_argument("--clean", type=float, default=0.78, help="share of the steps on clean documents")
     parser.add_argument("--hold", type=float, default=0.6, help="share of the steps before the learning rate falls")
     parser.add_argument("--generator-share", type=float, default=0.55)
-    parser.add_argument("--init", type=Path, help="an earlier call's OUT.clean: do the faulty part only")
+    parser.add_argument("--init", type=Path, help="go on from an earlier call's OUT.part or OUT.clean ...")
+    parser.add_argument("--first", type=int, default=0, help="... at this step of the schedule")
     parser.add_argument("--every", type=int, default=250, help="steps between reports and saves")
     args = parser.parse_args()
     tokenizer = train_tokenizer(args.seed, args.vocab)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from toolr0_core.config import GrpoConfig
 from toolr0_core.distributed import World
-from toolr0_core.model import Model
+from toolr0_core.model import Model, ModelConfig
 from toolr0_core.packing import MicroBatch, collate, make_rows, micro_batches, spread
 from toolr0_core.schema import Scored
 
@@ -127,8 +127,8 @@ class Trainer:
         self.done += 1
         self.world.copy_weights(self.trained, self.model)
         uneven = {int(g) for g, a in zip(groups_B, advantages_B) if a != 0}
-        return stats | {"flat_groups": 1 - len(uneven) / len(groups_B.unique()), "truncated": cut_B.float().mean().item(),
-                        "length": sum(len(r.completion.token_ids) for r in rows) / len(rows)}
+        return stats | {"lr": self.optimizer.param_groups[0]["lr"], "flat_groups": 1 - len(uneven) / len(groups_B.unique()),
+                        "truncated": cut_B.float().mean().item(), "length": sum(len(r.completion.token_ids) for r in rows) / len(rows)}
 
     def _weights(self, rows: Sequence[Scored], usable_B: Tensor) -> Tensor:
         lengths_B1 = torch.tensor([[len(row.completion.token_ids)] for row in rows])
@@ -142,11 +142,11 @@ class Trainer:
         shares = spread(make_rows([row.prompt.token_ids for row in rows], completions, [row.group for row in rows], budget),
                         self.world.size)
         packs = [micro_batches(share, budget) for share in shares]
-        filler = next((pack[0][:1] for pack in packs if pack), None)
         mine = packs[self.world.rank]
         missing = max(map(len, packs)) - len(mine)
+        filler = [next(pack[0][0] for pack in packs if pack)] if missing else []
         return [(collate(rows, self.world.device), True) for rows in mine] + \
-            [(collate(filler, self.world.device), False)] * missing
+            [(collate(filler, self.world.device), False) for _ in range(missing)]
 
     def _update(self, rows: Sequence[Scored], batches: list[tuple[MicroBatch, bool]], advantages_B: Tensor,
                 weights_BT: Tensor) -> dict[str, float]:
@@ -208,3 +208,31 @@ class Trainer:
             scale *= max(0.0, 1 - now / max(self.steps, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * scale
+
+
+def toy(steps: int = 60, seed: int = 0) -> list[float]:
+    """A tiny model learns to repeat its prompt's only token; reward: the share of its four tokens that do."""
+    from toolr0_core.distributed import setup
+    from toolr0_core.sampler import Sampler, SamplingParams
+    from toolr0_core.schema import Prompt, Reward
+
+    torch.manual_seed(seed)
+    model = Model(ModelConfig(16, 64, 128, 2, 4, 4, 16))
+    model.embed_tokens.weight.data.normal_(0, 0.1)
+    trainer = Trainer(model, GrpoConfig(group_size=8, beta=0.0, schedule="constant"), setup(), lr=3e-3, steps=steps)
+    print("On-policy, the loss is 0 at every step and its gradient is not: advantages sum to 0 and every ratio is 1.")
+    curve = []
+    for step in range(steps):
+        asked = [[(step + i) % 16] for i in range(16)]
+        drawn = Sampler(model).generate(asked, SamplingParams(n=8, max_new_tokens=4, seed=step))
+        rows = [Scored(Prompt(tuple(ids), ""), c, Reward(sum(t == ids[0] for t in c.token_ids) / 4), group)
+                for group, (ids, completions) in enumerate(zip(asked, drawn)) for c in completions]
+        stats = trainer.step(rows, [row.reward.total for row in rows])
+        curve.append(sum(row.reward.total for row in rows) / len(rows))
+        if step % 5 == 0 or step + 1 == steps:
+            print(f"step {step:3}  reward {curve[-1]:.3f}  loss {stats['loss']:+.4f}  gradient norm {stats['grad_norm']:.3f}")
+    return curve
+
+
+if __name__ == "__main__":
+    toy()

@@ -51,7 +51,7 @@ def solver_completion(think: str, calls: tuple[ToolCall, ...]) -> str:
 
 def generator_document(rng: random.Random, noise: Noise, draw: Draw = ANY) -> tuple[list[dict[str, str]], str]:
     """The Generator's prompt and a task: planned first, or careless and mostly unusable."""
-    task = sample_task(rng, replace(draw, random_parameters=0.0))
+    task = sample_task(rng, replace(draw, random_parameters=0.0, random_tools=0.0))
     spec = task.spec
     plan = f"tools {' '.join(t.name for t in task.tools)}. " + " ".join(
         f"call {' '.join([c.name, *(f'{p} {v}' for p, v in c.arguments.items())])}." for c in task.gold)

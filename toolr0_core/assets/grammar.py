@@ -116,7 +116,8 @@ class Draw:
     """How tasks are drawn: pretraining avoids what is unseen, held-out tasks need it ("tool" or "pair")."""
 
     unseen: str | None = None
-    random_parameters: float = 0.25  # share of menu tools with a random parameter set, so that menus must be read
+    random_parameters: float = 0.0  # share of menu tools with a random parameter set, so that menus must be read
+    random_tools: float = 0.0  # share of tasks over all pairs of verb and object, so that names must be read
     closeness: float = 0.7  # share of distractors that share the verb or the object of a gold tool
     plain: bool = False  # small menus of one call, for the first steps of pretraining
 
@@ -138,15 +139,22 @@ def sample_task(rng: random.Random, draw: Draw = ANY, spec: TaskSpec | None = No
     """A task whose gold calls are right by construction."""
     spec = spec or sample_task_spec(rng, draw.plain)
     while True:
-        gold_names = _gold_names(rng, spec, draw)
-        tools = _menu(rng, spec, gold_names, draw)
+        names = _names(rng, spec, draw)
+        gold_names = _gold_names(rng, spec, names, draw)
+        tools = _menu(rng, spec, names, gold_names, draw)
         calls = tuple(_call(rng, next(t for t in tools if t.name == name), draw) for name in gold_names)
         if draw.unseen != "pair" or any(is_unseen_pair(c.name, p, v) for c in calls for p, v in c.arguments.items()):
             return Task(question(rng, calls), tools, calls, spec)
 
 
-def _gold_names(rng: random.Random, spec: TaskSpec, draw: Draw) -> list[str]:
-    names = sorted(TOOLS[spec.domain])
+def _names(rng: random.Random, spec: TaskSpec, draw: Draw) -> list[str]:
+    """The tools that a task draws from: the domain's, or any pair of verb and object of it."""
+    if rng.random() < draw.random_tools:
+        return [f"{verb}_{obj}" for verb in sorted(VERBS) for obj in DOMAINS[spec.domain][0].split()]
+    return sorted(TOOLS[spec.domain])
+
+
+def _gold_names(rng: random.Random, spec: TaskSpec, names: list[str], draw: Draw) -> list[str]:
     seen = [n for n in names if n not in UNSEEN_TOOLS]
     unseen = [n for n in names if n in UNSEEN_TOOLS]
     if draw.unseen == "tool" and unseen:
@@ -158,20 +166,20 @@ def _gold_names(rng: random.Random, spec: TaskSpec, draw: Draw) -> list[str]:
     return rng.sample(seen, spec.n_calls)
 
 
-def _menu(rng: random.Random, spec: TaskSpec, gold: list[str], draw: Draw) -> tuple[Tool, ...]:
-    pool = [n for n in sorted(TOOLS[spec.domain]) if n not in gold and (draw.unseen or n not in UNSEEN_TOOLS)]
+def _menu(rng: random.Random, spec: TaskSpec, names: list[str], gold: list[str], draw: Draw) -> tuple[Tool, ...]:
+    pool = [n for n in names if n not in gold and (draw.unseen or n not in UNSEEN_TOOLS)]
     parts = {part for name in gold for part in name.split("_")}
     close = [n for n in pool if parts & set(n.split("_"))]
-    names = list(gold)
-    while len(names) < spec.n_tools:
-        source = close if rng.random() < draw.closeness and any(n not in names for n in close) else pool
-        names.append(rng.choice([n for n in source if n not in names]))
-    rng.shuffle(names)
-    return tuple(make_tool(n, _parameters(rng, spec.domain, n, draw)) for n in names)
+    menu = list(gold)
+    while len(menu) < spec.n_tools:
+        source = close if rng.random() < draw.closeness and any(n not in menu for n in close) else pool
+        menu.append(rng.choice([n for n in source if n not in menu]))
+    rng.shuffle(menu)
+    return tuple(make_tool(n, _parameters(rng, spec.domain, n, draw)) for n in menu)
 
 
 def _parameters(rng: random.Random, domain: str, name: str, draw: Draw) -> tuple[str, ...]:
-    if rng.random() >= draw.random_parameters:
+    if name in TOOLS[domain] and rng.random() >= draw.random_parameters:
         return TOOLS[domain][name]
     parameters = DOMAINS[domain][1].split()
     chosen = rng.sample(parameters, rng.choice((1, 2, 3)))
