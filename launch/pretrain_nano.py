@@ -34,7 +34,8 @@ TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>' + mes
             "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 CONFIG = dict(hidden_size=128, intermediate_size=320, num_hidden_layers=5, num_attention_heads=4,
-              num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=1024)
+              num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
+              max_position_embeddings=1024)
 GLUE = "in|for|on|at|to|the|a|my|with|by|and|then|of|under|from|about|this|near"
 
 
@@ -205,7 +206,7 @@ def pretrain(args: argparse.Namespace, tokenizer: Tokenizer, save) -> Model:
         progress = step / args.steps
         stage = plain if progress < args.plain else familiar if progress < args.familiar else full
         noise = documents.CLEAN if step < noisy_from else documents.Noise()
-        scale = min(1.0, (step + 1) / 50, max(0.02, (1 - progress) / (1 - args.hold)))
+        scale = min(1.0, (step - args.first + 1) / 50, max(0.02, (1 - progress) / (1 - args.hold)))
         ids, positions, attend, rows, targets, _ = batches.next(noise, stage, args.generator_share)
         loss = F.cross_entropy(completion_logits(model, ids, positions, attend, rows), targets)
         loss.backward()
@@ -280,6 +281,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=250, help="steps between reports and saves")
     args = parser.parse_args()
     tokenizer = train_tokenizer(args.seed, args.vocab)
+    if args.init:
+        tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
 
     def save(model: Model, suffix: str = "") -> None:
         export(model, tokenizer, args.out.with_name(args.out.name + suffix))

@@ -128,7 +128,8 @@ class Trainer:
         self.world.copy_weights(self.trained, self.model)
         uneven = {int(g) for g, a in zip(groups_B, advantages_B) if a != 0}
         return stats | {"lr": self.optimizer.param_groups[0]["lr"], "flat_groups": 1 - len(uneven) / len(groups_B.unique()),
-                        "truncated": cut_B.float().mean().item(), "length": sum(len(r.completion.token_ids) for r in rows) / len(rows)}
+                        "truncated": cut_B.float().mean().item(),
+                        "length": sum(len(r.completion.token_ids) for r in rows) / len(rows)}
 
     def _weights(self, rows: Sequence[Scored], usable_B: Tensor) -> Tensor:
         lengths_B1 = torch.tensor([[len(row.completion.token_ids)] for row in rows])

@@ -191,8 +191,8 @@ def check_out(out: Path, config: Config, resume: bool) -> None:
     changed = sorted(k for k in former.keys() | now.keys() if former.get(k) != now.get(k) and k != "out")
     if changed:
         k = changed[0]
-        raise ValueError(f"--resume: {out} was started with --{k} {former.get(k)!r}, not {now.get(k)!r} ({len(changed)} settings "
-                         f"differ); give it the settings it was started with, or name a new --out")
+        raise ValueError(f"--resume: {out} was started with --{k} {former.get(k)!r}, not {now.get(k)!r} "
+                         f"({len(changed)} settings differ); give it the settings it was started with, or name a new --out")
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

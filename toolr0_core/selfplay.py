@@ -106,7 +106,8 @@ class SelfPlay:
         self.run.write_curriculum(iteration, rows, dropped)
         figures = {"candidates": len(asked_for), "filtered": len(tasks), "unique": len(unique), "verified": len(good),
                    "selected": len(selected), "rows": len(rows), "p": _mean(g.p for g in selected),
-                   "buckets": Counter(curriculum.bucket(g.p) for g in selected), "dropped": Counter(d["reason"] for d in dropped)}
+                   "buckets": Counter(curriculum.bucket(g.p) for g in selected),
+                   "dropped": Counter(d["reason"] for d in dropped)}
         figures |= curriculum.statistics([g.task for g in selected])
         self.run.append("metrics.jsonl", self.position, [{"iteration": iteration, "phase": "curriculum"} | figures])
         self.run.say(f"{iteration} curriculum    | {len(asked_for)} candidates, {len(tasks)} well-formed and valid, "

@@ -32,7 +32,25 @@ def model_path(path_or_preset: str | Path) -> Path:
     name = str(path_or_preset)
     if name == "nano":
         return NANO
+    if name == "smollm2-135m":
+        from toolr0_core import smollm2
+
+        return smollm2.directory()
+    if name in HUB:
+        return _from_hub(HUB[name])
     raise ModelError(f"model {name!r} is neither a directory nor a preset; presets are nano, smollm2-135m, {', '.join(HUB)}")
+
+
+def _from_hub(repository: str) -> Path:
+    """A hub model's directory, from the cache or fetched: only what this project reads."""
+    from huggingface_hub import snapshot_download
+
+    files = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=files))
+    except Exception as error:  # network, access or a missing licence agreement: many types, one remedy
+        raise ModelError(f"{repository} is not here and could not be fetched ({type(error).__name__}); type `hf download "
+                         f"{repository}` where there is a network, or give --model a directory") from None
 
 
 def read_config(folder: Path) -> ModelConfig:
