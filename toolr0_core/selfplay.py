@@ -111,7 +111,7 @@ class SelfPlay:
         figures |= curriculum.statistics([g.task for g in selected])
         self.run.append("metrics.jsonl", self.position, [{"iteration": iteration, "phase": "curriculum"} | figures])
         self.run.say(f"{iteration} curriculum    | {len(asked_for)} candidates, {len(tasks)} well-formed and valid, "
-                     f"{len(unique)} different, {len(good)} solved by the Solver, {len(selected)} selected for {len(rows)} rows")
+                     f"{len(unique)} different, {len(good)} solved by the Solver, {len(selected)} kept for {len(rows)} rows")
         if not rows:
             why = ", ".join(f"{n} {reason}" for reason, n in figures["dropped"].most_common())
             self.run.say(f"{iteration} curriculum    | no task survived ({why}): the Solver's phase is skipped")
