@@ -198,7 +198,7 @@ def pretrain(args: argparse.Namespace, tokenizer: Tokenizer, save) -> Model:
     print(f"{size:,} parameters, vocabulary {tokenizer.get_vocab_size()}", flush=True)
     batches, opts = Batches(tokenizer, args.seed, args.tokens), optimizers(model, args.lr)
     plain, familiar = grammar.Draw(plain=True, random_parameters=0.25), grammar.Draw(random_parameters=0.25)
-    full = grammar.Draw(random_parameters=0.8, random_tools=0.5)
+    full = grammar.Draw(random_parameters=0.8, random_tools=0.5, two_calls=0.35)
     start, losses = time.time(), []
     for step in range(args.first, args.steps):
         if step == noisy_from:

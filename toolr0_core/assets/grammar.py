@@ -119,25 +119,26 @@ class Draw:
     random_parameters: float = 0.0  # share of menu tools with a random parameter set, so that menus must be read
     random_tools: float = 0.0  # share of tasks over all pairs of verb and object, so that names must be read
     closeness: float = 0.7  # share of distractors that share the verb or the object of a gold tool
+    two_calls: float = 0.2  # share of tasks of two calls
     plain: bool = False  # small menus of one call, for the first steps of pretraining
 
 
 ANY = Draw()
 
 
-def sample_task_spec(rng: random.Random, plain: bool = False) -> TaskSpec:
-    """The distribution of the preset's specs: a fifth of two calls; menus of 2..4 tools, 3..4 where two are called."""
+def sample_task_spec(rng: random.Random, draw: Draw = ANY) -> TaskSpec:
+    """The distribution of the preset's specs: menus of 2..4 tools, 3..4 where two are called."""
     domain = rng.choice(sorted(TOOLS))
-    if plain:
+    if draw.plain:
         return TaskSpec(domain, "single_turn", 2, 1)
-    if rng.random() < 0.2:
+    if rng.random() < draw.two_calls:
         return TaskSpec(domain, "single_turn", rng.choice((3, 4)), 2)
     return TaskSpec(domain, "single_turn", rng.choice((2, 3, 4)), 1)
 
 
 def sample_task(rng: random.Random, draw: Draw = ANY, spec: TaskSpec | None = None) -> Task:
     """A task whose gold calls are right by construction."""
-    spec = spec or sample_task_spec(rng, draw.plain)
+    spec = spec or sample_task_spec(rng, draw)
     while True:
         names = _names(rng, spec, draw)
         gold_names = _gold_names(rng, spec, names, draw)
