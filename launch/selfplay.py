@@ -38,6 +38,8 @@ def run(config, own) -> int:
         raise ValueError("--out is missing; name the directory for this run, such as runs/first")
     out = Path(config.out)
     from toolr0_core import distributed, model, tokenizer
+    from toolr0_core.evaluation import heldout
+    from toolr0_core.plan import check_prompts, show_plan
     from toolr0_core.roles import Player
     from toolr0_core.rundir import RunDir, StopRequest, check_out
     from toolr0_core.selfplay import Interrupted, SelfPlay
@@ -46,9 +48,9 @@ def run(config, own) -> int:
     source = model_path(config.model or config.preset)
     check_model(source)
     text = tokenizer.load(source)
+    check_prompts(config, text)
+    rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
     if own.dry_run:
-        from toolr0_core.plan import show_plan
-
         show_plan(config, source, text)
         return 0
     world = distributed.setup()
@@ -59,7 +61,7 @@ def run(config, own) -> int:
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
     players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]
     with StopRequest().listening() as stop:
-        game = SelfPlay(config, *players, rundir, source, stop)
+        game = SelfPlay(config, *players, rows, rundir, source, stop)
         try:
             summary = game.play()
         except Interrupted:

@@ -21,13 +21,11 @@ from toolr0_core.weights import read_config
 
 
 def show_plan(config: Config, source: Path, tokenizer: Tokenizer, world_size: int | None = None) -> None:
-    """Prints the plan for this many ranks; raises ValueError where a sequence cannot fit the micro-batch budget."""
+    """Prints the plan for this many ranks."""
     world = world_size or int(os.environ.get("WORLD_SIZE", 1))
-    messages = {"generator": first_generator_prompt(config), "solver": first_solver_prompt(config)}
-    lengths = {role: len(tokenizer.render(m, prefix=prompts.answer_prefix(config.prompts))) for role, m in messages.items()}
+    messages, lengths = first_prompts(config), check_prompts(config, tokenizer)
     print(f"preset {config.preset}, model {source}, seed {config.seed}, {config.iterations} iterations, {world} ranks")
     for role, length in lengths.items():
-        check_budget(config, role, length)
         phase, group = getattr(config, role), config.grpo.group_size
         groups = phase.completions // group
         print(f"{role}: {phase.steps} steps of {phase.completions} completions = {groups} prompts x {group}, "
@@ -43,6 +41,19 @@ def show_plan(config: Config, source: Path, tokenizer: Tokenizer, world_size: in
         print(f"\n--- first prompt of the {role} ---")
         for turn in turns:
             print(f"[{turn['role']}] {turn['content']}")
+
+
+def first_prompts(config: Config) -> dict[str, list[dict[str, str]]]:
+    return {"generator": first_generator_prompt(config), "solver": first_solver_prompt(config)}
+
+
+def check_prompts(config: Config, tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens of each role's first prompt. Raises ValueError for bad domains, or where a sequence is over the budget."""
+    lengths = {role: len(tokenizer.render(messages, prefix=prompts.answer_prefix(config.prompts)))
+               for role, messages in first_prompts(config).items()}
+    for role, length in lengths.items():
+        check_budget(config, role, length)
+    return lengths
 
 
 def memory(config: Config, source: Path, world: int, prompt_tokens: int) -> list[str]:

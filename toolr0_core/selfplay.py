@@ -38,12 +38,12 @@ class Interrupted(Exception):
 class SelfPlay:
     """A run: two players, where it stands, and its directory."""
 
-    def __init__(self, config: Config, generator: Player, solver: Player, run: RunDir, source: Path, stop: StopRequest):
-        self.config, self.run, self.source, self.stop = config, run, source, stop
+    def __init__(self, config: Config, generator: Player, solver: Player, rows: list[heldout.Row], run: RunDir,
+                 source: Path, stop: StopRequest):
+        self.config, self.heldout, self.run, self.source, self.stop = config, rows, run, source, stop
         self.players = {"generator": generator, "solver": solver}
         self.generator, self.solver, self.world = generator, solver, generator.world
         self.domains = specs.load_domains(config.specs.domains)
-        self.heldout = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
         self.position, self.optimizer = Position(), {}
 
     def play(self) -> dict[str, Any]:
