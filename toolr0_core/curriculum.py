@@ -110,40 +110,40 @@ def shape(task: Task) -> tuple[int, int]:
 
 def select(candidates: Sequence[Candidate], n: int, seed: int, config: CurriculumConfig | None = None,
            wanted: dict[tuple[int, int], float] | None = None) -> list[Candidate]:
-    """Up to n candidates: each shape and domain its share, difficulties mixed easy/medium/hard, gaps filled from the rest.
+    """Up to n candidates, one at a time: of the shape that lags its share most, then the bucket, then the domain.
 
-    wanted: share of each shape (specs.shape_shares); None balances nothing. Deterministic in seed.
+    wanted: share of each shape (specs.shape_shares); None, or shape_quotas off, balances none. Where shapes are balanced
+    and one is scarce, fewer than n are taken, so that it keeps two thirds of its share (`supported`). Deterministic in seed.
     """
     c = config or CurriculumConfig()
     pool = [x for x in candidates if bucket(x.p)]
     random.Random(seed).shuffle(pool)
-    if len(pool) <= n and not (c.shape_quotas and wanted):
-        return pool
-    n = min(n, _supported(pool, n, wanted) if c.shape_quotas and wanted else n)
-    shares = {"easy": c.easy, "medium": c.medium, "hard": c.hard}
-    domains = Counter(_domain(x) for x in pool)
-    chosen, rest, have = [], [], Counter()
+    wanted = wanted if c.shape_quotas else None
+    supply: dict[tuple, dict[str, dict[str, list[Candidate]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for x in pool:
-        keys = [("bucket", bucket(x.p)), ("domain", _domain(x)), ("shape", shape(x.task))]
-        limits = [n * shares[bucket(x.p)], n / len(domains), n * wanted.get(shape(x.task), 0) if wanted else n]
-        if len(chosen) < n and all(have[k] < round(limit) for k, limit in zip(keys, limits)):
-            chosen.append(x)
-            have.update(keys)
-        else:
-            rest.append(x)
-    for x in rest:  # shortfalls: any bucket, any domain, but the shapes keep their shares
-        key = ("shape", shape(x.task))
-        if len(chosen) < n and (not wanted or not c.shape_quotas or have[key] < round(n * wanted.get(shape(x.task), 0))):
-            chosen.append(x)
-            have.update([key])
+        supply[shape(x.task) if wanted else ()][bucket(x.p)][_domain(x)].append(x)
+    shapes, levels = wanted or {(): 1.0}, {"easy": c.easy, "medium": c.medium, "hard": c.hard}
+    chosen: list[Candidate] = []
+    by_shape, by_level, by_domain = Counter(), Counter(), Counter()
+    for _ in range(min(len(pool), n, supported(pool, wanted) if wanted else n)):
+        s = max(supply, key=lambda k: shapes.get(k, 0) * (len(chosen) + 1) - by_shape[k])
+        level = max(supply[s], key=lambda k: levels[k] * (len(chosen) + 1) - by_level[k])
+        domain = min(supply[s][level], key=lambda k: by_domain[k])
+        x = supply[s][level][domain].pop()
+        chosen.append(x)
+        for counter, key in ((by_shape, s), (by_level, level), (by_domain, domain)):
+            counter[key] += 1
+        for tree, key in ((supply[s][level], domain), (supply[s], level), (supply, s)):
+            if not tree[key]:
+                del tree[key]
     return chosen
 
 
-def _supported(pool: Sequence[Candidate], n: int, wanted: dict[tuple[int, int], float]) -> int:
-    """How many rows the pool can give with every shape at two thirds of its share or more, and at least a quarter of n."""
-    supply = Counter(shape(x.task) for x in pool)
-    limit = min((supply[s] / (share * 2 / 3) for s, share in wanted.items() if share > 0), default=n)
-    return max(min(n, int(limit)), min(n, len(pool)) // 4, 1)
+def supported(pool: Sequence[Candidate], wanted: dict[tuple[int, int], float]) -> int:
+    """How many rows leave every shape that occurs with two thirds of its share; a quarter of the pool in any case."""
+    have = Counter(shape(x.task) for x in pool)
+    limits = [int(1.5 * have[s] / share) for s, share in wanted.items() if have[s]]
+    return max(min(limits, default=len(pool)), -(-len(pool) // 4))
 
 
 def _domain(candidate: Candidate) -> str:
