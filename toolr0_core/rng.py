@@ -17,16 +17,20 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def fold(seed: int, *keys: int | str) -> int:
-    """A seed in 0..2^63-1 named by seed and keys; integers and strings never collide with each other."""
-    text = "\x00".join([str(int(seed)), *(f"{type(k).__name__}:{k}" for k in keys)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    """A seed in 0..2^63-1 named by seed and keys; different keys, 5 and "5" too, are different texts to the hash."""
+    text = repr((int(seed), *(k if isinstance(k, str) else int(k) for k in keys)))
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") >> 1
 
 
 def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """fp32 uniforms [B] in the open interval (0, 1), a function of (seed, position) alone. Both int64."""
+    """fp64 uniforms [B] in the open interval (0, 1), a function of (seed, position) alone. Both int64.
+
+    They are the odd multiples of 2^-52, so that u * total < total for every fp64 total: a search in a cumulative sum that
+    ends at total always finds an entry, and one with mass of its own.
+    """
     x = _mix(seed_B + position_B * _GAMMA)
     x = _mix(x ^ seed_B)
-    return ((x >> 40) & 0xFFFFFF).float().add_(0.5).mul_(2.0 ** -24).clamp_(max=1 - 2.0 ** -24)
+    return (((x >> 13) & 0x7FFFFFFFFFFFF).double() + 0.5) * 2.0 ** -51
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,24 +1,31 @@
 """Batched sampling with a KV cache: every prompt is read once for all of its samples, sequences stop when they like.
 
-Shape suffixes: R requests, S = R * n sequences, D hidden, V vocabulary.
+Shape suffixes: S running sequences (rows), N packed prompt tokens, D hidden, V vocabulary.
 
-A draw depends on (seed, sample, position) alone, so tokens do not depend on what else is in the batch. Requests run in
-waves of at most `max_sequences` sequences, longest prompts first; inside a wave, requests that are done are dropped.
+A draw depends on (seed, sample, position) alone, so tokens do not depend on what else is in the batch. Requests wait in a
+queue, longest prompts first, while `max_sequences` rows run; rows that ended leave, and waiting requests take their places,
+whenever a quarter of the rows has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from toolr0_core.kv_cache import KVCache, bytes_per_token
+from toolr0_core.kv_cache import KVCache, bytes_per_token, matmul_fp32
 from toolr0_core.model import Model
 from toolr0_core.rng import fold, uniform
 from toolr0_core.schema import Completion
+
+COLUMNS = 128  # the cache grows by so many tokens
+PREFILL_TOKENS = 8192  # of prompts read in one forward pass
+
+OnStop = Callable[[int, int, Completion], Sequence[int] | None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class SamplingParams:
     def __post_init__(self):
         for name, ok, rule in (("n", self.n >= 1, "at least 1"), ("temperature", self.temperature >= 0, "0 or more"),
                                ("top_p", 0 < self.top_p <= 1, "in (0, 1]"), ("top_k", self.top_k >= 0, "0 or more"),
-                               ("max_new_tokens", self.max_new_tokens >= 1, "at least 1")):
+                               ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+                               ("stop_strings", "" not in self.stop_strings, "without an empty string")):
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be {rule}")
 
@@ -45,183 +53,279 @@ class SamplingParams:
 @dataclass(frozen=True)
 class _Request:
     index: int
-    prompt: list[int]
+    prompt: Sequence[int]
     params: SamplingParams
 
 
+@dataclass
+class _Row:
+    """One sequence as far as it has got."""
+
+    request: _Request
+    sample: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    forced: deque[int] = field(default_factory=deque)  # put in by on_stop and not yet consumed
+    put_in: set[int] = field(default_factory=set)  # where tokens stand that were put in
+    fresh: int = 0  # stop strings are looked for in the tokens from here on
+
+    def force(self) -> int:
+        """Takes the next token that was put in."""
+        self.put_in.add(len(self.tokens))
+        self.tokens.append(self.forced.popleft())
+        self.logprobs.append(0.0)
+        self.fresh = len(self.tokens)
+        return self.tokens[-1]
+
+
 class Sampler:
-    """Samples from `model` as its weights are at each call of generate; nothing is cached between calls."""
+    """Samples from `model` as its weights are at each call of generate; nothing is cached between calls.
+
+    tokenizer: anything with decode(ids) -> str, needed for stop strings and for Completion.text. kv_gib bounds the memory
+    of keys and values, max_sequences the rows that run at once, though a request's samples always run together.
+    """
 
     def __init__(self, model: Model, tokenizer=None, kv_gib: float | None = None, max_sequences: int | None = None):
         self.model, self.tokenizer = model, tokenizer
         self.kv_gib, self.max_sequences = kv_gib, max_sequences or 256
+        self.pieces: dict[int, str] = {}
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams],
-                 progress: Callable[[int], None] | None = None) -> list[list[Completion]]:
+                 on_stop: OnStop | None = None, progress: Callable[[int], None] | None = None) -> list[list[Completion]]:
         """n completions of each prompt, in request order. One params for all has its seed folded with the index.
 
-        Raises ValueError for an empty prompt or a request that cannot fit in kv_gib at its full length.
+        Log-probs are of the distribution sampled from, after temperature and truncation; greedy ones are of the plain
+        distribution at temperature 1. on_stop(request, sample, completion so far) is asked when a sequence meets a stop
+        token or string and has room left: None ends it, token ids are put in, and sampling goes on; put-in tokens count
+        against max_new_tokens, cannot stop a sequence and have log-prob 0. progress(n): n more requests are done.
+        Raises ValueError for an empty prompt, an id outside the vocabulary, stop strings without a tokenizer or a request
+        that cannot fit in kv_gib at its full length, FloatingPointError where the model computes NaN.
         """
         if isinstance(params, SamplingParams):
             params = [replace(params, seed=fold(params.seed, i)) for i in range(len(prompts))]
-        requests = [_Request(i, list(p), s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
-        results: list[list[Completion]] = [[] for _ in requests]
-        for wave in self._waves(requests):
-            for request, completions in zip(wave, _Wave(self, wave).run()):
-                results[request.index] = completions
-            if progress:
-                progress(len(wave))
-        return results
+        requests = [_Request(i, p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+        for request in requests:
+            self._check(request)
+        return _Run(self, requests, on_stop, progress).run()
 
-    def _waves(self, requests: list[_Request]) -> list[list[_Request]]:
-        """Like with like: by samples, then by prompt length, as many together as sequences and memory allow."""
-        waves: list[list[_Request]] = []
-        for request in sorted(requests, key=lambda r: (r.params.n, len(r.prompt), r.params.max_new_tokens), reverse=True):
-            if not request.prompt:
-                raise ValueError(f"request {request.index} has an empty prompt; it needs at least one token")
-            if self._kv_bytes([request]) > self._budget():
-                raise ValueError(
-                    f"request {request.index}: a prompt of {len(request.prompt)} tokens and {request.params.n} x "
-                    f"{request.params.max_new_tokens} new ones need {self._kv_bytes([request]) / 2**30:.3f} GiB of keys and "
-                    f"values, more than the {self._budget() / 2**30:.3f} GiB of sampler.kv_gib; raise it or ask for less")
-            fits = waves and (sum(r.params.n for r in waves[-1]) + request.params.n <= self.max_sequences
-                              and self._kv_bytes([*waves[-1], request]) <= self._budget())
-            if fits:
-                waves[-1].append(request)
-            else:
-                waves.append([request])
-        return waves
+    def _check(self, request: _Request) -> None:
+        index, prompt, p = request.index, request.prompt, request.params
+        vocab = self.model.config.vocab_size
+        if not len(prompt):
+            raise ValueError(f"request {index} has an empty prompt; it needs at least one token")
+        if not 0 <= min(prompt) <= max(prompt) < vocab:
+            raise ValueError(f"request {index} has the token {max(prompt, key=lambda t: abs(t + 0.5))}; the model's vocabulary "
+                             f"is 0..{vocab - 1}, so use the tokenizer that belongs to it")
+        if p.stop_strings and self.tokenizer is None:
+            raise ValueError(f"request {index} has stop strings {p.stop_strings}; give Sampler a tokenizer, or none of them")
+        need = self.kv_bytes(1, len(prompt), p.n, p.max_new_tokens)
+        if need > self.kv_budget:
+            raise ValueError(
+                f"request {index}: a prompt of {len(prompt)} tokens and {p.n} x {p.max_new_tokens} new ones need "
+                f"{need / 2**30:.3f} GiB of keys and values, more than the {self.kv_budget / 2**30:.3f} GiB of "
+                f"sampler.kv_gib; raise it or ask for less")
 
-    def _budget(self) -> float:
-        return self.kv_gib * 2**30 if self.kv_gib else float("inf")
+    def at_stop_string(self, row: _Row) -> bool:
+        """Whether the row's last token completes a stop string, in whatever tokens it is written.
 
-    def _kv_bytes(self, wave: list[_Request]) -> int:
-        """Rectangles, as KVCache allocates them."""
-        n, prompt = max(r.params.n for r in wave), max(len(r.prompt) for r in wave)
-        tokens = len(wave) * (prompt + n * max(r.params.max_new_tokens for r in wave))
-        return tokens * bytes_per_token(self.model.config, self.model.embed_tokens.weight.dtype)
+        Most tokens are out at once: a string can only end in a token whose own text has its last character, or has
+        part of a character (U+FFFD), or where decoding may swallow white space. Else the last tokens are decoded together,
+        as many as hold the longest string and a little more.
+        """
+        strings = row.request.params.stop_strings
+        tail = self._piece(row.tokens[-1])
+        if not any(s[-1] in tail or s[-1].isspace() or "\ufffd" in tail for s in strings):
+            return False
+        start, size, wanted = len(row.tokens), 0, max(len(s.encode("utf-8", "replace")) for s in strings) + 4
+        while start > row.fresh and size < wanted:  # a piece never has more characters than its tokens have bytes
+            start -= 1
+            size += len(self._piece(row.tokens[start]))
+        text = self.tokenizer.decode(row.tokens[start:])
+        return any(s in text for s in strings)
+
+    def _piece(self, token: int) -> str:
+        """The text of one token by itself, remembered."""
+        if token not in self.pieces:
+            self.pieces[token] = self.tokenizer.decode([token])
+        return self.pieces[token]
+
+    @property
+    def kv_budget(self) -> float:
+        return self.kv_gib * 2**30 if self.kv_gib else math.inf
+
+    def kv_bytes(self, groups: int, prompt: int, rows: int, columns: int) -> int:
+        """Memory of the two rectangles that KVCache allocates; bytes."""
+        return (groups * prompt + rows * columns) * bytes_per_token(self.model.config, self.model.embed_tokens.weight.dtype)
 
 
-class _Wave:
-    """Requests that run together; sequence s belongs to request s // n and is its sample s % n."""
+class _Run:
+    """One call of generate. `rows`, `settings` and the cache's rows are aligned."""
 
-    def __init__(self, sampler: Sampler, requests: list[_Request]):
-        self.model, self.tokenizer, self.requests = sampler.model, sampler.tokenizer, requests
-        self.n = max(r.params.n for r in requests)
-        self.device = self.model.embed_tokens.weight.device
-        rows = [r.params for r in requests for _ in range(self.n)]
-        sample = [k for _ in requests for k in range(self.n)]
-        tensor = lambda values, dtype=None: torch.tensor(values, device=self.device, dtype=dtype)  # noqa: E731
-        self.seed_S = tensor([fold(p.seed, k) for p, k in zip(rows, sample)])
-        self.temperature_S = tensor([p.temperature for p in rows], torch.float32)
-        self.top_k_S, self.top_p_S = tensor([p.top_k for p in rows]), tensor([p.top_p for p in rows], torch.float32)
-        self.limit_S = tensor([p.max_new_tokens for p in rows])
-        self.truncates = any(p.top_k or p.top_p < 1 for p in rows)
-        self.greedy = any(p.temperature == 0 for p in rows)
-        width = max(1, max(len(p.stop_token_ids) for p in rows))
-        self.stop_SW = tensor([[*p.stop_token_ids, *[-1] * (width - len(p.stop_token_ids))] for p in rows])
-        self.strings = any(p.stop_strings for p in rows)
-        self.done_S = tensor([k >= r.params.n for r in requests for k in range(self.n)])
-        self.alive_S = torch.arange(len(rows), device=self.device)  # which sequence each running row is
+    def __init__(self, sampler: Sampler, requests: list[_Request], on_stop: OnStop | None, progress):
+        self.sampler, self.model, self.on_stop, self.progress = sampler, sampler.model, on_stop, progress
+        self.queue = deque(sorted(requests, key=lambda r: (len(r.prompt), r.params.max_new_tokens), reverse=True))
+        self.results: list[list[Completion | None]] = [[None] * r.params.n for r in requests]
+        self.rows: list[_Row] = []
+        weight = self.model.embed_tokens.weight
+        self.device = weight.device
+        self.cache = KVCache(self.model.config, weight.device, weight.dtype)
 
     def run(self) -> list[list[Completion]]:
-        steps = int(self.limit_S.max())
-        lengths = [len(r.prompt) for r in self.requests]
-        cache = KVCache(self.model.config, lengths, self.n, steps, self.device, self.model.embed_tokens.weight.dtype)
-        S = len(self.seed_S)
-        self.tokens_ST = torch.zeros(S, steps, dtype=torch.long, device=self.device)
-        self.logp_ST = torch.zeros(S, steps, device=self.device)
-        self.length_S = torch.zeros(S, dtype=torch.long, device=self.device)
-        self.stopped_S = torch.zeros(S, dtype=torch.bool, device=self.device)
-        position_S = torch.tensor(lengths, device=self.device).repeat_interleave(self.n)
-        logits = self._prefill(cache, lengths)
-        for t in range(steps):
-            token = self._draw(logits, t)
-            if self._finish(token, t) or t + 1 == steps:
+        token_S = torch.empty(0, dtype=torch.long, device=self.device)
+        while self.rows or self.queue:
+            ended = sum(row.finish is not None for row in self.rows)
+            if ended * 4 >= len(self.rows) or self.cache.full:
+                token_S = self._reform(token_S)
+                continue
+            positions_S = self.settings.prompt_S + self.settings.drawn_S - 1
+            logits_SV = self.model(token_S, positions_S, self.cache.decode, _head)
+            self.cache.advance()
+            token_S = self._take(self.rows, *draw(logits_SV, self.settings))
+            self.settings.drawn_S += 1
+        return self.results
+
+    # -- rows leave and join -------------------------------------------------------------------------------------------
+
+    def _reform(self, token_S: Tensor) -> Tensor:
+        """Drops the rows that have ended, admits what fits of the queue and draws its first tokens; the tokens of all."""
+        keep = [i for i, row in enumerate(self.rows) if row.finish is None]
+        old = [self.rows[i] for i in keep]
+        admitted = self._admit(old)
+        new = [_Row(request, k) for request in admitted for k in range(request.params.n)]
+        self.rows = old + new
+        room = min(COLUMNS, max((r.request.params.max_new_tokens - len(r.tokens) for r in self.rows), default=0))
+        self.cache.rebuild(keep, [len(r.prompt) for r in admitted], [r.params.n for r in admitted], room)
+        token_S = token_S[torch.tensor(keep, device=self.device, dtype=torch.long)]
+        if new:
+            logits_SV = self._prefill(admitted)
+            token_S = torch.cat((token_S, self._take(new, *draw(logits_SV, Settings.of(new, self.device)))))
+        self.settings = Settings.of(self.rows, self.device)
+        return token_S
+
+    def _admit(self, rows: list[_Row]) -> list[_Request]:
+        """Takes requests off the queue as long as rows and memory allow; a request always fits where nothing runs."""
+        running = {row.request.index: row.request for row in rows}
+        prompt = max((len(r.prompt) for r in running.values()), default=0)
+        columns = max((r.params.max_new_tokens for r in running.values()), default=0)
+        n_rows, spare, admitted = len(rows), COLUMNS if rows else 0, []  # rows of several ages: some room is wasted
+        while self.queue:
+            request = self.queue[0]
+            prompt, columns = max(prompt, len(request.prompt)), max(columns, request.params.max_new_tokens)
+            n_rows += request.params.n
+            groups = len(running) + len(admitted)
+            fits = n_rows <= self.sampler.max_sequences and self.sampler.kv_budget >= self.sampler.kv_bytes(
+                groups + 1, prompt, n_rows, columns + spare)
+            if groups and not fits:
                 break
-            row = self._compact(cache)
-            if row is not None:
-                token, position_S = token[row], position_S[row]
-            logits = self.model(token, position_S + t, cache.decode, F.linear)
-            cache.step += 1
-        return self._completions()
+            admitted.append(self.queue.popleft())
+        return admitted
 
-    def _prefill(self, cache: KVCache, lengths: list[int]) -> Tensor:
-        ids = torch.tensor([t for r in self.requests for t in r.prompt], device=self.device)
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
-        logits = self.model(ids, positions, cache.prefill, lambda hidden, weight: F.linear(hidden[last], weight))
-        return logits.repeat_interleave(self.n, 0)
+    def _prefill(self, admitted: list[_Request]) -> Tensor:
+        """Reads the prompts of the cache's last groups, a few thousand tokens at a time; logits of all their rows."""
+        logits, first = [], len(self.cache.lengths) - len(admitted)
+        for chunk in _chunks(admitted):
+            lengths = [len(r.prompt) for r in chunk]
+            ids_N = torch.tensor([t for r in chunk for t in r.prompt], device=self.device)
+            positions_N = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+            last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+            logits.append(self.model(ids_N, positions_N, self.cache.prefill(first, lengths),
+                                     lambda hidden_ND, weight_VD, last=last: _head(hidden_ND[last], weight_VD)))
+            first += len(chunk)
+        return torch.cat(logits).repeat_interleave(torch.tensor([r.params.n for r in admitted], device=self.device), 0)
 
-    def _draw(self, logits_SV: Tensor, t: int) -> Tensor:
-        """The next token of every running row; inverse CDF with one counter-based uniform each."""
-        rows = self.alive_S
-        temperature = self.temperature_S[rows]
-        hot = torch.where(temperature > 0, temperature, 1.0)
-        logp = (logits_SV.float() / hot[:, None]).log_softmax(-1)
-        if self.truncates:
-            logp = truncate(logp, self.top_k_S[rows], self.top_p_S[rows])
-        cdf = logp.exp().cumsum(-1)
-        u = uniform(self.seed_S[rows], torch.full_like(rows, t)) * cdf[:, -1]
-        token = torch.searchsorted(cdf, u[:, None], right=True)[:, 0].clamp_(max=logp.shape[1] - 1)
-        if self.greedy:
-            token = torch.where(temperature > 0, token, logits_SV.argmax(-1))
-        self.tokens_ST[rows, t] = token
-        self.logp_ST[rows, t] = logp.gather(1, token[:, None])[:, 0]
-        return token
+    # -- tokens --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, token: Tensor, t: int) -> bool:
-        """Marks what ends with this token; True where nothing runs any more."""
-        rows = self.alive_S
-        running = ~self.done_S[rows]
-        self.length_S[rows[running]] = t + 1
-        stop = (self.stop_SW[rows] == token[:, None]).any(-1)
-        if self.strings:
-            stop |= self._at_stop_string(rows, running, t)
-        self.stopped_S[rows] |= stop & running
-        self.done_S[rows] |= stop | (self.limit_S[rows] <= t + 1)
-        return bool(self.done_S[rows].all())
+    def _take(self, rows: list[_Row], token_S: Tensor, logp_S: Tensor) -> Tensor:
+        """Gives every row its token, ends those that are done; the tokens to go on with."""
+        tokens, logprobs, forced = token_S.tolist(), logp_S.tolist(), False
+        if math.isnan(sum(logprobs)):
+            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity, or overflow")
+        for i, row in enumerate(rows):
+            if row.finish is not None:
+                continue
+            if row.forced:
+                forced, tokens[i] = True, row.force()
+            else:
+                row.tokens.append(tokens[i])
+                row.logprobs.append(logprobs[i])
+                params = row.request.params
+                if tokens[i] in params.stop_token_ids or params.stop_strings and self.sampler.at_stop_string(row):
+                    self._stop(row)
+            if row.finish is None and len(row.tokens) >= row.request.params.max_new_tokens:
+                self._end(row, "length")
+        return torch.tensor(tokens, device=self.device) if forced else token_S
 
-    def _at_stop_string(self, rows: Tensor, running: Tensor, t: int) -> Tensor:
-        """Looks for stop strings in the text of the last tokens; a string of c characters is at most c tokens and a half
-        decoded one long, so a window of that many tokens cannot miss one that ends here."""
-        found = []
-        for s, run in zip(rows.tolist(), running.tolist()):
-            strings = self.requests[s // self.n].params.stop_strings if run else ()
-            window = max((len(x.encode()) for x in strings), default=0) + 4
-            text = self.tokenizer.decode(self.tokens_ST[s, max(0, t + 1 - window): t + 1].tolist()) if strings else ""
-            found.append(any(x in text for x in strings))
-        return torch.tensor(found, device=self.device)
+    def _stop(self, row: _Row) -> None:
+        """Ends the row, unless on_stop has something to put in."""
+        more = None
+        if self.on_stop and len(row.tokens) < row.request.params.max_new_tokens:
+            more = self.on_stop(row.request.index, row.sample, self._completion(row, "stop"))
+        if more is None:
+            self._end(row, "stop")
+        else:
+            row.forced.extend(more)
+            row.fresh = len(row.tokens)
 
-    def _compact(self, cache: KVCache) -> Tensor | None:
-        """Once a quarter of the running requests is done, drops them; the rows that stay, or None."""
-        done_R = self.done_S[self.alive_S].view(-1, self.n).all(-1)
-        if done_R.sum() * 4 < len(done_R):
-            return None
-        request = (~done_R).nonzero()[:, 0]
-        cache.keep(request)
-        row = (request[:, None] * self.n + torch.arange(self.n, device=self.device)).flatten()
-        self.alive_S = self.alive_S[row]
-        return row
+    def _end(self, row: _Row, reason: str) -> None:
+        row.finish = reason
+        group = self.results[row.request.index]
+        group[row.sample] = self._completion(row, reason)
+        if self.progress and None not in group:
+            self.progress(1)
 
-    def _completions(self) -> list[list[Completion]]:
-        tokens, logp = self.tokens_ST.tolist(), self.logp_ST.tolist()
-        lengths, stopped = self.length_S.tolist(), self.stopped_S.tolist()
-        out = []
-        for r, request in enumerate(self.requests):
-            group = []
-            for s in range(r * self.n, r * self.n + request.params.n):
-                ids = tokens[s][: lengths[s]]
-                text = self.tokenizer.decode(ids) if self.tokenizer else None
-                group.append(Completion(tuple(ids), tuple(logp[s][: lengths[s]]), "stop" if stopped[s] else "length", text))
-            out.append(group)
-        return out
+    def _completion(self, row: _Row, reason: str) -> Completion:
+        tokenizer = self.sampler.tokenizer
+        text = tokenizer.decode(row.tokens) if tokenizer else None
+        sampled = tuple(i not in row.put_in for i in range(len(row.tokens))) if self.on_stop else None
+        return Completion(tuple(row.tokens), tuple(row.logprobs), reason, text, sampled)
+
+
+@dataclass
+class Settings:
+    """What a draw needs to know of every row, on the device; `greedy` and `truncates`: whether any row is or does."""
+
+    seed_S: Tensor
+    drawn_S: Tensor  # tokens so far
+    prompt_S: Tensor  # length of the prompt
+    temperature_S: Tensor  # 1 for greedy rows
+    greedy_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    greedy: bool
+    truncates: bool
+
+    @classmethod
+    def of(cls, rows: list[_Row], device: torch.device) -> Settings:
+        params = [row.request.params for row in rows]
+        greedy = [p.temperature == 0 for p in params]
+
+        def tensor(values: Iterable, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+        return cls(tensor(fold(p.seed, row.sample) for p, row in zip(params, rows)), tensor(len(row.tokens) for row in rows),
+                   tensor(len(row.request.prompt) for row in rows), tensor((p.temperature or 1 for p in params), torch.float32),
+                   tensor(greedy, torch.bool), tensor(0 if p.temperature == 0 else p.top_k for p in params),
+                   tensor((1 if p.temperature == 0 else p.top_p for p in params), torch.float32), any(greedy),
+                   any(p.temperature > 0 and (p.top_k or p.top_p < 1) for p in params))
+
+
+def draw(logits_SV: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
+    """The next token of every row and its log-prob; inverse CDF with one counter-based uniform each."""
+    p_SV = (logits_SV / s.temperature_S[:, None]).softmax(-1)
+    if s.truncates:
+        p_SV = truncate(p_SV.log(), s.top_k_S, s.top_p_S).exp()
+    cdf_SV = p_SV.cumsum(-1, dtype=torch.float64)
+    u_S1 = (uniform(s.seed_S, s.drawn_S) * cdf_SV[:, -1])[:, None]
+    token_S1 = torch.searchsorted(cdf_SV, u_S1, right=True).clamp_(max=p_SV.shape[1] - 1)  # out of range only for NaN
+    if s.greedy:
+        token_S1 = torch.where(s.greedy_S[:, None], logits_SV.argmax(-1, keepdim=True), token_S1)
+    return token_S1[:, 0], p_SV.gather(1, token_S1).log()[:, 0]
 
 
 def truncate(logp_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
     """Log-probs renormalised over the top k (0: all), then over the smallest set whose mass reaches top_p."""
-    ordered, index = logp_SV.sort(dim=-1, descending=True)
+    ordered, index = logp_SV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logp_SV.shape[1], device=logp_SV.device)
     keep = (rank < top_k_S[:, None]) | (top_k_S[:, None] == 0)
     ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
@@ -229,3 +333,20 @@ def truncate(logp_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
     keep &= (mass.cumsum(-1) - mass) < top_p_S[:, None]
     ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
     return torch.empty_like(logp_SV).scatter_(1, index, ordered)
+
+
+def _head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits [S, V] in fp32: rounded to bf16 they would cost up to 0.02 nats a token."""
+    return matmul_fp32(hidden_SD, weight_VD.T)
+
+
+def _chunks(requests: list[_Request]) -> Iterable[list[_Request]]:
+    """Consecutive requests of at most PREFILL_TOKENS together, or one that is longer."""
+    chunk, tokens = [], 0
+    for request in requests:
+        if chunk and tokens + len(request.prompt) > PREFILL_TOKENS:
+            yield chunk
+            chunk, tokens = [], 0
+        chunk.append(request)
+        tokens += len(request.prompt)
+    yield chunk
