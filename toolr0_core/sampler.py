@@ -22,7 +22,6 @@ from toolr0_core.model import Model
 from toolr0_core.rng import fold, uniform
 from toolr0_core.schema import Completion
 
-COLUMNS = 128  # the cache grows by so many tokens
 PREFILL_TOKENS = 8192  # of prompts read in one forward pass
 
 OnStop = Callable[[int, int, Completion], Sequence[int] | None]
@@ -195,7 +194,9 @@ class _Run:
         admitted = self._admit(old)
         new = [_Row(request, k) for request in admitted for k in range(request.params.n)]
         self.rows = old + new
-        room = min(COLUMNS, max((r.request.params.max_new_tokens - len(r.tokens) for r in self.rows), default=0))
+        longest = max((len(r.tokens) for r in self.rows), default=0)
+        left = max((r.request.params.max_new_tokens - len(r.tokens) for r in self.rows), default=0)
+        room = min(_room(longest), left)
         self.cache.rebuild(keep, [len(r.prompt) for r in admitted], [r.params.n for r in admitted], room)
         token_S = token_S[torch.tensor(keep, device=self.device, dtype=torch.long)]
         if new:
@@ -209,12 +210,12 @@ class _Run:
         running = {row.request.index: row.request for row in rows}
         prompt = max((len(r.prompt) for r in running.values()), default=0)
         columns = max((r.params.max_new_tokens for r in running.values()), default=0)
-        n_rows, spare, admitted = len(rows), COLUMNS if rows else 0, []  # rows of several ages: some room is wasted
+        n_rows, admitted = len(rows), []
         while self.queue:
             request = self.queue[0]
             prompt, columns = max(prompt, len(request.prompt)), max(columns, request.params.max_new_tokens)
             n_rows += request.params.n
-            groups = len(running) + len(admitted)
+            groups, spare = len(running) + len(admitted), _room(columns) if rows else 0  # rows of unlike ages waste some
             fits = n_rows <= self.sampler.max_sequences and self.sampler.kv_budget >= self.sampler.kv_bytes(
                 groups + 1, prompt, n_rows, columns + spare)
             if groups and not fits:
@@ -333,6 +334,11 @@ def truncate(logp_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
     keep &= (mass.cumsum(-1) - mass) < top_p_S[:, None]
     ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
     return torch.empty_like(logp_SV).scatter_(1, index, ordered)
+
+
+def _room(columns: int) -> int:
+    """By how many columns the cache grows: few, since all are read, yet in proportion, since growing copies it."""
+    return max(16, columns // 4)
 
 
 def _head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
