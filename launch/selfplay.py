@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(config, own) -> int:
+    config = presets.resolve(config)
     presets.validate(config)
     if not config.out and not own.dry_run:
         raise ValueError("--out is missing; name the directory for this run, such as runs/first")

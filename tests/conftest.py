@@ -1,5 +1,8 @@
 """Shared by tests: one thread (the suite runs on two cores), and tiny models of every family."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +12,14 @@ from toolr0_core.model import Model, ModelConfig
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _programs_find_the_packages():
+    """Programs that tests start run without an install too."""
+    root = Path(__file__).parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "kernels")])
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture

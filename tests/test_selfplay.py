@@ -1,7 +1,6 @@
 """selfplay: the loop itself on the embedded model, in small numbers; resume; three ranks; what goes wrong and how it says so."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,13 +19,8 @@ def command(*options, ranks=1):
     return [*launcher, str(ROOT / "launch" / "selfplay.py"), *map(str, options)]
 
 
-def environment():
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-
-
 def play(*options, ranks=1, timeout=300):
-    return subprocess.run(command(*options, ranks=ranks), capture_output=True, text=True, env=environment(), timeout=timeout)
+    return subprocess.run(command(*options, ranks=ranks), capture_output=True, text=True, timeout=timeout)
 
 
 def lines(path):
@@ -92,10 +86,11 @@ def test_both_roles_are_exported_for_transformers(run):
             assert torch.allclose(ours.logits(torch.tensor([ids])), reference(torch.tensor([ids])).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_a_stopped_one_ends_the_same(run, tmp_path):
     out = tmp_path / "out"
     options = ["--preset", "nano", "--out", out, *SMALL]
-    process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
+    process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
         if line.startswith("1 solver      1/3"):
             process.send_signal(signal.SIGINT)
@@ -111,7 +106,7 @@ def test_the_same_seed_gives_the_same_run_and_a_stopped_one_ends_the_same(run, t
 def test_a_killed_run_goes_on_from_its_last_phase(run, tmp_path):
     out = tmp_path / "out"
     options = ["--preset", "nano", "--out", out, *SMALL]
-    process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, text=True, env=environment())
+    process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("1 generator   2/2"):
             process.kill()
@@ -133,6 +128,7 @@ def test_three_ranks_play_the_same_game(run, tmp_path):
     assert three[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ablation", ["frozen-generator", "shared-weights", "no-difficulty"])
 def test_ablations_run(ablation, tmp_path):
     done = play("--preset", "nano", "--out", tmp_path / "out", *SMALL, "--ablate", ablation, "--eval.limit", "2")

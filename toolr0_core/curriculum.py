@@ -63,7 +63,7 @@ def quality(task: Task) -> float:
     return min(1, len(task.question) / 220) + min(1, len(task.gold) / 3) + min(1, len(task.tools) / 4)
 
 
-def deduplicate(tasks: Sequence[Task], near_duplicate: float = 0.9) -> list[Task]:
+def deduplicate(tasks: Sequence[Task], near_duplicate: float = 0.85) -> list[Task]:
     """One task per signature, the best of it, in first-seen order; then one per MinHash neighbourhood (1: off)."""
     best: dict[str, Task] = {}
     for task in tasks:
@@ -75,20 +75,26 @@ def deduplicate(tasks: Sequence[Task], near_duplicate: float = 0.9) -> list[Task
 
 
 def _drop_near(tasks: list[Task], threshold: float) -> list[Task]:
+    """Keeps the first of tasks whose shingles' Jaccard similarity reaches the threshold; MinHash only finds whom to ask."""
     from datasketch import MinHash, MinHashLSH
 
-    index, kept = MinHashLSH(threshold=threshold, num_perm=64), []
+    index, kept, shingles = MinHashLSH(threshold=max(0.4, threshold - 0.2), num_perm=128), [], {}
     for i, task in enumerate(tasks):
-        menu = " ".join(sorted(t.name for t in task.tools))
-        values = " ".join(str(v) for c in task.gold for v in c.arguments.values())
-        text = f"{task.question.lower()} {menu} {values}"
-        hashed = MinHash(num_perm=64, seed=1)
-        hashed.update_batch([text[j: j + 5].encode("utf-8", "surrogatepass") for j in range(max(1, len(text) - 4))])
-        near = [tasks[int(k)] for k in index.query(hashed)]
-        if not any(_same_values(task, other) for other in near):
+        mine = _shingles(task)
+        hashed = MinHash(num_perm=128, seed=1)
+        hashed.update_batch(list(mine))
+        near = [k for k in index.query(hashed) if len(mine & shingles[k]) >= threshold * len(mine | shingles[k])]
+        if not any(_same_values(task, tasks[int(k)]) for k in near):
             index.insert(str(i), hashed)
+            shingles[str(i)] = mine
             kept.append(task)
     return kept
+
+
+def _shingles(task: Task, size: int = 5) -> set[bytes]:
+    """Runs of characters of the question and the menu's names."""
+    text = f"{task.question.lower()} {' '.join(sorted(t.name for t in task.tools))}"
+    return {text[j: j + size].encode("utf-8", "surrogatepass") for j in range(max(1, len(text) - size + 1))}
 
 
 def _same_values(a: Task, b: Task) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from toolr0_core.config import (
@@ -108,6 +109,13 @@ def validate(config: Config) -> None:
     for ok, name, value, rule in rules:
         if not ok:
             raise ValueError(f"--{name} is {value}; it has to be {rule}")
+
+
+def resolve(config: Config) -> Config:
+    """The config with what its ablation changes in other settings."""
+    if config.ablate == "no-difficulty":
+        return replace(config, rewards=replace(config.rewards, difficulty=False))
+    return config
 
 
 def new_tokens(config: Config, role: str) -> int:

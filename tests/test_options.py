@@ -1,0 +1,90 @@
+"""options, presets and the plan of a run."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+
+from toolr0_core import options, presets
+from toolr0_core.config import Config
+
+
+def parse(*argv):
+    return options.parse(argv, "a program")[0]
+
+
+def failure(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+def test_options_override_the_preset():
+    config = parse("--preset", "qwen2.5-1.5b", "--grpo.beta", "0", "--solver.steps=7", "--rewards.judge", "false",
+                   "--curriculum.max-uses", "3", "--specs.one_call_menu", '{"2": 1, "3": 0.5}')
+    assert (config.preset, config.grpo.beta, config.solver.steps, config.rewards.judge) == ("qwen2.5-1.5b", 0.0, 7, False)
+    assert config.curriculum.max_uses == 3 and config.specs.one_call_menu == {2: 1.0, 3: 0.5}
+    assert config.generator == Config().generator
+
+
+def test_paper_presets_hold_the_papers_numbers():
+    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "llama-3.2-3b"):
+        c = parse("--preset", name)
+        assert (c.generator.completions, c.solver.completions, c.grpo.group_size, c.iterations) == (24, 32, 4, 3)
+        assert (c.generator.steps, c.solver.steps, c.generator.lr, c.grpo.schedule) == (50, 50, 1e-6, "linear")
+        assert (c.curriculum.candidates, c.curriculum.keep, c.curriculum.probes) == (10_000, 2_000, 8)
+        assert (c.curriculum.probe_temperature, c.sampler.max_new_tokens, c.grpo.beta) == (0.7, 2048, 0.001)
+        assert (c.prompts.form, c.rewards.require_think, c.rewards.format_reduce) == ("full", True, "sum")
+        presets.validate(c)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_preset_is_valid(name):
+    presets.validate(presets.resolve(presets.PRESETS[name]()))
+
+
+@pytest.mark.parametrize("argv, named", [
+    (("--grop.beta", "1"), "--grpo.beta"), (("--preset", "nono"), "nano"), (("--solver.steps", "x"), "solver.steps"),
+    (("--rewards.judge", "maybe"), "true nor false"), (("--specs.one_call_menu", "[]"), "one_call_menu"), (("stray",), "stray")])
+def test_a_wrong_option_is_one_line_that_says_what_is_legal(argv, named, capsys):
+    assert named in failure(capsys, *argv)
+
+
+@pytest.mark.parametrize("group, changes, named", [
+    ("grpo", {"group_size": 1}, "group_size is 1"), ("grpo", {"beta": -0.1}, "beta"), ("grpo", {"scale": "max"}, "scale"),
+    ("grpo", {"clip_low": 1.0}, "clip_low"), ("grpo", {"updates": 0}, "updates"), ("grpo", {"aggregation": "x"}, "aggregation"),
+    ("rewards", {"low": 0.8}, "rewards.low"), ("rewards", {"high": 1.2}, "rewards.low"), ("rewards", {"sigma": 0.0}, "sigma"),
+    ("curriculum", {"easy": 0.9}, "easy"), ("curriculum", {"probes": 0}, "probes"), ("sampler", {"temperature": 0.0}, "temperature"),
+    ("sampler", {"top_p": 0.0}, "top_p"), ("generator", {"completions": 25}, "generator.completions is 25"),
+    ("solver", {"lr": 0.0}, "solver.lr"), ("specs", {"two_calls": 1.5}, "two_calls"), ("prompts", {"form": "long"}, "form")])
+def test_impossible_numbers_are_named_with_their_rule(group, changes, named):
+    config = presets.nano()
+    config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})
+    with pytest.raises(ValueError, match=named) as error:
+        presets.validate(config)
+    assert "has to be" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_micro_batch_holds_the_longest_sequence():
+    config = presets.nano()
+    presets.check_budget(config, "generator", config.grpo.micro_batch_tokens - config.generator.max_new_tokens)
+    with pytest.raises(ValueError, match="micro_batch_tokens is .* the generator's longest sequence"):
+        presets.check_budget(config, "generator", config.grpo.micro_batch_tokens - config.generator.max_new_tokens + 1)
+
+
+def test_text_modules_import_no_torch():
+    names = "schema specs prompts parse matching rewards curriculum config options presets rng".split()
+    code = f"import sys; {'; '.join(f'import toolr0_core.{n}' for n in names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_help_is_quick():
+    started = time.time()
+    done = subprocess.run([sys.executable, "launch/selfplay.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--grpo.group_size" in done.stdout
+    assert time.time() - started < 10  # a second on a quiet machine; an import of torch alone would cost several
