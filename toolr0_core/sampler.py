@@ -17,36 +17,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from toolr0_core.draw import SamplingParams, Settings, draw
 from toolr0_core.kv_cache import KVCache, bytes_per_token, matmul_fp32
 from toolr0_core.model import Model
-from toolr0_core.rng import fold, uniform
+from toolr0_core.rng import fold
 from toolr0_core.schema import Completion
 
 PREFILL_TOKENS = 8192  # of prompts read in one forward pass
 
 OnStop = Callable[[int, int, Completion], Sequence[int] | None]
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; seed names the stream."""
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self):
-        for name, ok, rule in (("n", self.n >= 1, "at least 1"), ("temperature", self.temperature >= 0, "0 or more"),
-                               ("top_p", 0 < self.top_p <= 1, "in (0, 1]"), ("top_k", self.top_k >= 0, "0 or more"),
-                               ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-                               ("stop_strings", "" not in self.stop_strings, "without an empty string")):
-            if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be {rule}")
 
 
 @dataclass(frozen=True)
@@ -114,9 +93,10 @@ class Sampler:
         vocab = self.model.config.vocab_size
         if not len(prompt):
             raise ValueError(f"request {index} has an empty prompt; it needs at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < vocab:
-            raise ValueError(f"request {index} has the token {max(prompt, key=lambda t: abs(t + 0.5))}; the model's vocabulary "
-                             f"is 0..{vocab - 1}, so use the tokenizer that belongs to it")
+        outside = next((t for t in prompt if not 0 <= t < vocab), None)
+        if outside is not None:
+            raise ValueError(f"request {index} has the token {outside}; the model's vocabulary is 0..{vocab - 1}, so use the "
+                             f"tokenizer that belongs to it")
         if p.stop_strings and self.tokenizer is None:
             raise ValueError(f"request {index} has stop strings {p.stop_strings}; give Sampler a tokenizer, or none of them")
         need = self.kv_bytes(1, len(prompt), p.n, p.max_new_tokens)
@@ -201,8 +181,8 @@ class _Run:
         token_S = token_S[torch.tensor(keep, device=self.device, dtype=torch.long)]
         if new:
             logits_SV = self._prefill(admitted)
-            token_S = torch.cat((token_S, self._take(new, *draw(logits_SV, Settings.of(new, self.device)))))
-        self.settings = Settings.of(self.rows, self.device)
+            token_S = torch.cat((token_S, self._take(new, *draw(logits_SV, self._settings(new)))))
+        self.settings = self._settings(self.rows)
         return token_S
 
     def _admit(self, rows: list[_Row]) -> list[_Request]:
@@ -235,6 +215,10 @@ class _Run:
                                      lambda hidden_ND, weight_VD, last=last: _head(hidden_ND[last], weight_VD)))
             first += len(chunk)
         return torch.cat(logits).repeat_interleave(torch.tensor([r.params.n for r in admitted], device=self.device), 0)
+
+    def _settings(self, rows: list[_Row]) -> Settings:
+        return Settings.of([r.request.params for r in rows], [r.sample for r in rows], [len(r.tokens) for r in rows],
+                           [len(r.request.prompt) for r in rows], self.device)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -281,59 +265,6 @@ class _Run:
         text = tokenizer.decode(row.tokens) if tokenizer else None
         sampled = tuple(i not in row.put_in for i in range(len(row.tokens))) if self.on_stop else None
         return Completion(tuple(row.tokens), tuple(row.logprobs), reason, text, sampled)
-
-
-@dataclass
-class Settings:
-    """What a draw needs to know of every row, on the device; `greedy` and `truncates`: whether any row is or does."""
-
-    seed_S: Tensor
-    drawn_S: Tensor  # tokens so far
-    prompt_S: Tensor  # length of the prompt
-    temperature_S: Tensor  # 1 for greedy rows
-    greedy_S: Tensor
-    top_k_S: Tensor
-    top_p_S: Tensor
-    greedy: bool
-    truncates: bool
-
-    @classmethod
-    def of(cls, rows: list[_Row], device: torch.device) -> Settings:
-        params = [row.request.params for row in rows]
-        greedy = [p.temperature == 0 for p in params]
-
-        def tensor(values: Iterable, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=device)
-        return cls(tensor(fold(p.seed, row.sample) for p, row in zip(params, rows)), tensor(len(row.tokens) for row in rows),
-                   tensor(len(row.request.prompt) for row in rows), tensor((p.temperature or 1 for p in params), torch.float32),
-                   tensor(greedy, torch.bool), tensor(0 if p.temperature == 0 else p.top_k for p in params),
-                   tensor((1 if p.temperature == 0 else p.top_p for p in params), torch.float32), any(greedy),
-                   any(p.temperature > 0 and (p.top_k or p.top_p < 1) for p in params))
-
-
-def draw(logits_SV: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
-    """The next token of every row and its log-prob; inverse CDF with one counter-based uniform each."""
-    p_SV = (logits_SV / s.temperature_S[:, None]).softmax(-1)
-    if s.truncates:
-        p_SV = truncate(p_SV.log(), s.top_k_S, s.top_p_S).exp()
-    cdf_SV = p_SV.cumsum(-1, dtype=torch.float64)
-    u_S1 = (uniform(s.seed_S, s.drawn_S) * cdf_SV[:, -1])[:, None]
-    token_S1 = torch.searchsorted(cdf_SV, u_S1, right=True).clamp_(max=p_SV.shape[1] - 1)  # out of range only for NaN
-    if s.greedy:
-        token_S1 = torch.where(s.greedy_S[:, None], logits_SV.argmax(-1, keepdim=True), token_S1)
-    return token_S1[:, 0], p_SV.gather(1, token_S1).log()[:, 0]
-
-
-def truncate(logp_SV: Tensor, top_k_S: Tensor, top_p_S: Tensor) -> Tensor:
-    """Log-probs renormalised over the top k (0: all), then over the smallest set whose mass reaches top_p."""
-    ordered, index = logp_SV.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logp_SV.shape[1], device=logp_SV.device)
-    keep = (rank < top_k_S[:, None]) | (top_k_S[:, None] == 0)
-    ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
-    mass = ordered.exp()
-    keep &= (mass.cumsum(-1) - mass) < top_p_S[:, None]
-    ordered = ordered.masked_fill(~keep, -torch.inf).log_softmax(-1)
-    return torch.empty_like(logp_SV).scatter_(1, index, ordered)
 
 
 def _room(columns: int) -> int:
