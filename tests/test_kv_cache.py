@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolr0_core.kv_cache import KVCache, bytes_per_token
+from toolr0_core.kv_cache import KVCache, bytes_per_token, matmul_fp32
 from toolr0_core.model import ModelConfig
 
 CONFIG = ModelConfig(vocab_size=7, hidden_size=24, intermediate_size=8, num_hidden_layers=2, num_attention_heads=6,
@@ -115,3 +115,9 @@ def test_a_nan_among_hidden_keys_harms_only_its_own_rows():
 
 def test_memory_of_a_token():
     assert bytes_per_token(CONFIG, torch.bfloat16) == 2 * 2 * 2 * 4 * 2  # keys and values, layers, heads, size, bytes
+
+
+def test_products_of_bf16_are_not_rounded_to_bf16():
+    a, b = torch.randn(2, 3, 4, 64).bfloat16(), torch.randn(2, 3, 64, 5).bfloat16()
+    out = matmul_fp32(a, b)
+    assert out.dtype == torch.float32 and (out.double() - a.double() @ b.double()).abs().max() < 1e-4

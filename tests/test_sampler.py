@@ -7,7 +7,9 @@ import torch
 import transformers
 from scipy_free import chi_square_p
 
+from toolr0_core import sampler
 from toolr0_core.draw import truncate
+from toolr0_core.kv_cache import KVCache
 from toolr0_core.model import load
 from toolr0_core.rng import fold
 from toolr0_core.sampler import Sampler, SamplingParams
@@ -54,6 +56,11 @@ def test_truncation_of_a_known_distribution():
     assert keep(0, 0.74) == pytest.approx([2 / 3, 1 / 3, 0, 0])
     assert keep(0, 0.4) == pytest.approx([1, 0, 0, 0])
     assert keep(3, 0.8) == pytest.approx([0.5 / 0.75, 0.25 / 0.75, 0, 0])  # the nucleus is taken of what top-k left
+
+
+def test_truncation_that_is_off_drops_nothing_of_a_long_flat_tail():
+    logp = torch.full((2, 150_000), 1 / 150_000).log()
+    assert truncate(logp, torch.tensor([0, 149_999]), torch.tensor([1.0, 1.0])).isfinite().sum(-1).tolist() == [150_000, 149_999]
 
 
 @torch.no_grad()
@@ -111,6 +118,23 @@ def test_a_memory_budget_only_makes_more_waves(tiny):
     assert ids(small) == ids(whole)
 
 
+@torch.no_grad()
+def test_keys_and_values_never_take_more_than_the_budget(tiny, monkeypatch):
+    model, sizes, rows = tiny(), [], []
+    rebuild = KVCache.rebuild
+
+    def watched(cache, *args):
+        rebuild(cache, *args)
+        sizes.append(sum(x.nbytes for x in (*cache.prompt_k, *cache.prompt_v, *cache.k, *cache.v)))
+        rows.append(len(cache.group))
+    monkeypatch.setattr(KVCache, "rebuild", watched)
+    params = [SamplingParams(n=3, max_new_tokens=m, seed=m) for m in (40, 5, 11, 90, 33, 2, 64, 8) * 3]
+    budget = 8 * (9 + 3 * 90) * 2 * 2 * 2 * 12 * 4
+    Sampler(model, kv_gib=budget / 2**30).generate(prompts_of(*[5 + i % 5 for i in range(24)]), params)
+    assert max(sizes) <= budget < 4 * max(sizes)  # used, and not exceeded
+    assert len(set(rows)) > 4
+
+
 def test_no_requests_give_no_completions(tiny):
     assert Sampler(tiny()).generate([], SamplingParams()) == []
 
@@ -136,8 +160,9 @@ def test_greedy_tokens_equal_those_of_transformers(config, tmp_path):
 
 
 @torch.no_grad()
-def test_a_queue_longer_than_the_batch_changes_nothing(tiny):
+def test_a_queue_longer_than_the_batch_changes_nothing(tiny, monkeypatch):
     """Rows of many ages side by side: every limit, stop and length differs, and the batch refills again and again."""
+    monkeypatch.setattr(sampler, "PREFILL_TOKENS", 40)
     model, rng = tiny(), torch.Generator().manual_seed(4)
     lengths = torch.randint(1, 30, (40,), generator=rng).tolist()
     prompts = prompts_of(*lengths)

@@ -183,6 +183,20 @@ def test_a_stop_string_before_or_inside_put_in_text_does_not_stop_again(model):
     assert all(text.endswith(string) for text in calls)
 
 
+@pytest.mark.parametrize("put_in", [[], [0], [0, 0, 1]])
+def test_old_text_is_no_stop_even_when_new_tokens_could_end_one(model, put_in):
+    """Every sampled token has the string's last letter, and the string stands just before it."""
+    first = free_run(model)[0]
+    calls = []
+
+    def on_stop(request, sample, completion):
+        calls.append(completion.token_ids)
+        return put_in
+    c = run(model, Pieces({i: b"b" for i in range(1, 97)} | {0: b"ab", first: b"ab"}), on_stop=on_stop, stop_strings=("ab",))
+    again = [i for i, t in enumerate(c.token_ids) if i and c.sampled[i] and t in (0, first)]
+    assert [len(ids) - 1 for ids in calls] == [0, *again] and len(c.token_ids) == 14
+
+
 def test_an_empty_put_in_goes_on(model):
     tokens = free_run(model)
     c = run(model, on_stop=lambda *_: [], stop_token_ids=(tokens[3],))
