@@ -58,9 +58,9 @@ def test_truncation_of_a_known_distribution():
     assert keep(3, 0.8) == pytest.approx([0.5 / 0.75, 0.25 / 0.75, 0, 0])  # the nucleus is taken of what top-k left
 
 
-def test_truncation_that_is_off_drops_nothing_of_a_long_flat_tail():
-    logp = torch.full((2, 150_000), 1 / 150_000).log()
-    assert truncate(logp, torch.tensor([0, 149_999]), torch.tensor([1.0, 1.0])).isfinite().sum(-1).tolist() == [150_000, 149_999]
+def test_truncation_that_is_off_drops_nothing_of_a_tail_lost_in_rounding():
+    logp = torch.tensor([[30.0] + [0.0] * 9] * 2).log_softmax(-1)
+    assert truncate(logp, torch.tensor([0, 4]), torch.tensor([1.0, 1.0])).isfinite().sum(-1).tolist() == [10, 4]
 
 
 @torch.no_grad()
@@ -129,10 +129,10 @@ def test_keys_and_values_never_take_more_than_the_budget(tiny, monkeypatch):
         rows.append(len(cache.group))
     monkeypatch.setattr(KVCache, "rebuild", watched)
     params = [SamplingParams(n=3, max_new_tokens=m, seed=m) for m in (40, 5, 11, 90, 33, 2, 64, 8) * 3]
-    budget = 8 * (9 + 3 * 90) * 2 * 2 * 2 * 12 * 4
+    budget = 2 * (9 + 3 * 90) * 2 * 2 * 2 * 12 * 4
     Sampler(model, kv_gib=budget / 2**30).generate(prompts_of(*[5 + i % 5 for i in range(24)]), params)
     assert max(sizes) <= budget < 4 * max(sizes)  # used, and not exceeded
-    assert len(set(rows)) > 4
+    assert len(set(rows)) > 3
 
 
 def test_no_requests_give_no_completions(tiny):
