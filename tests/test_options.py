@@ -26,9 +26,9 @@ def failure(capsys, *argv):
 
 def test_options_override_the_preset():
     config = parse("--preset", "qwen2.5-1.5b", "--grpo.beta", "0", "--solver.steps=7", "--rewards.judge", "false",
-                   "--curriculum.max-uses", "3", "--specs.one_call_menu", '{"2": 1, "3": 0.5}')
+                   "--curriculum.min-question", "3", "--specs.one_call_menu", '{"2": 1, "3": 0.5}')
     assert (config.preset, config.grpo.beta, config.solver.steps, config.rewards.judge) == ("qwen2.5-1.5b", 0.0, 7, False)
-    assert config.curriculum.max_uses == 3 and config.specs.one_call_menu == {2: 1.0, 3: 0.5}
+    assert config.curriculum.min_question == 3 and config.specs.one_call_menu == {2: 1.0, 3: 0.5}
     assert config.generator == Config().generator
 
 

@@ -83,8 +83,8 @@ class CurriculumConfig:
     min_description: int = option(5, "fewest characters of a tool's description")
     require_spec: bool = option(False, "drop tasks that miss the asked menu size or number of calls")
     shape_quotas: bool = option(True, "balance menu size, calls and arguments in selection")
+    again: float = option(0.0, "more candidates, as a share, of the shapes that the first ones leave short")
     near_duplicate: float = option(0.85, "MinHash Jaccard similarity over which two tasks are one")
-    max_uses: int = option(2, "how often a phase may train on one task before others are drawn again")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,38 +92,62 @@ class SelfPlay:
     def curriculum_phase(self) -> None:
         """Candidates of the frozen Generator, graded by the frozen Solver, in curriculum/iteration_N.jsonl."""
         c, iteration = self.config.curriculum, self.position.iteration
-        asked_for = self.specs("synthesis", 0, c.candidates)
-        tasks, dropped = self.synthesise(asked_for)
-        unique = curriculum.deduplicate(tasks, c.near_duplicate)
-        kept = set(map(id, unique))
-        dropped += [{"reason": "duplicate", "task": task.to_json()} for task in tasks if id(task) not in kept]
-        graded = self.grade(unique)
-        good = [g for g in graded if g.p > c.min_p]
-        dropped += [{"reason": "never solved", "p": g.p, "task": g.task.to_json()} for g in graded if g.p <= c.min_p]
         wanted = specs.shape_shares(self.config.specs) if c.shape_quotas else None
+        asked_for = self.specs("synthesis", 0, c.candidates)
+        tasks, good, dropped = self.verified(asked_for, [])
+        if wanted and c.again:
+            more = self.lacking(good, wanted, round(c.again * c.candidates))
+            asked_for += more
+            for have, new in zip((tasks, good, dropped), self.verified(more, good)):
+                have += new
         selected = curriculum.select(good, c.keep, fold(self.config.seed, iteration, "select"), c, wanted)
         solver = self.config.solver
         rows = curriculum.order(selected, solver.steps * (solver.completions // self.config.grpo.group_size))
         self.run.write_curriculum(iteration, rows, dropped)
-        figures = {"candidates": len(asked_for), "filtered": len(tasks), "unique": len(unique), "verified": len(good),
+        figures = {"candidates": len(asked_for), "filtered": len(tasks), "verified": len(good),
                    "selected": len(selected), "rows": len(rows), "p": _mean(g.p for g in selected),
                    "buckets": Counter(curriculum.bucket(g.p) for g in selected),
                    "dropped": Counter(d["reason"] for d in dropped)}
         figures |= curriculum.statistics([g.task for g in selected])
         self.run.append("metrics.jsonl", self.position, [{"iteration": iteration, "phase": "curriculum"} | figures])
         self.run.say(f"{iteration} curriculum    | {len(asked_for)} candidates, {len(tasks)} well-formed and valid, "
-                     f"{len(unique)} different, {len(good)} solved by the Solver, {len(selected)} kept for {len(rows)} rows")
+                     f"{len(good)} of them different and solved by the Solver, {len(selected)} kept for {len(rows)} rows")
         if not rows:
             why = ", ".join(f"{n} {reason}" for reason, n in figures["dropped"].most_common())
             self.run.say(f"{iteration} curriculum    | no task survived ({why}): the Solver's phase is skipped")
 
-    def synthesise(self, asked_for: list[TaskSpec]) -> tuple[list[Task], list[dict[str, Any]]]:
+    def verified(self, asked_for: list[TaskSpec], known: list[curriculum.Candidate]
+                 ) -> tuple[list[Task], list[curriculum.Candidate], list[dict[str, Any]]]:
+        """Tasks that the Generator writes for these specifications and that pass the filter; of them, those that are new
+        and that the Solver solves at times; and what was dropped, with reasons."""
+        c, old = self.config.curriculum, [g.task for g in known]
+        tasks, dropped = self.synthesise(asked_for, len(known))
+        unique = {id(task) for task in curriculum.deduplicate([*old, *tasks], c.near_duplicate)}
+        graded = self.grade([task for task in tasks if id(task) in unique], len(known))
+        good = [g for g in graded if g.p > c.min_p]
+        dropped += [{"reason": "duplicate", "task": task.to_json()} for task in tasks if id(task) not in unique]
+        dropped += [{"reason": "never solved", "p": g.p, "task": g.task.to_json()} for g in graded if g.p <= c.min_p]
+        return tasks, good, dropped
+
+    def lacking(self, good: list[curriculum.Candidate], wanted: dict[tuple[int, int], float], n: int) -> list[TaskSpec]:
+        """n more specifications, of the shapes that are short of their share of what could be kept."""
+        have, goal = Counter(curriculum.shape(g.task) for g in good), min(self.config.curriculum.keep, len(good))
+        gaps = {s: max(0.0, share * goal - have[s]) for s, share in wanted.items()}
+        if not any(gaps.values()):
+            return []
+        shapes = random.Random(fold(self.config.seed, self.position.iteration, "lacking")).choices(
+            list(gaps), list(gaps.values()), k=n)
+        return [replace(spec, n_calls=calls, n_tools=tools, context="single_turn")
+                for spec, (calls, tools) in zip(self.specs("synthesis again", 0, n), shapes)]
+
+    def synthesise(self, asked_for: list[TaskSpec], step: int) -> tuple[list[Task], list[dict[str, Any]]]:
         """The tasks that pass the structural filter, and what does not, with reasons."""
         c, tasks, dropped = self.config.curriculum, [], []
-        for part in self.run.chunks(list(enumerate(asked_for)), "synthesis", 64 * self.world.size):
+        for part in self.run.chunks(list(enumerate(asked_for)), "synthesis", 128 * self.world.size):
             self._check_stop()
             asked = self.generator.task_prompts([spec for _, spec in part], self.domains)
-            drawn = self.generator.sample(asked, self.purpose("synthesis", part[0][0]), n=1, temperature=c.temperature)
+            drawn = self.generator.sample(asked, self.purpose(f"synthesis {step}", part[0][0]), n=1,
+                                          temperature=c.temperature)
             for (_, spec), (completion,) in zip(part, drawn):
                 text = self.generator.text(completion)
                 task = curriculum.structural_filter(text, spec, c, self.config.rewards)
@@ -132,12 +157,12 @@ class SelfPlay:
                     tasks.append(task)
         return tasks, dropped
 
-    def grade(self, tasks: list[Task]) -> list[curriculum.Candidate]:
+    def grade(self, tasks: list[Task], step: int) -> list[curriculum.Candidate]:
         """Tasks with the share of the frozen Solver's K samples that agree with their gold calls."""
         graded = []
         for part in self.run.chunks(list(enumerate(tasks)), "probes", 64 * self.world.size):
             self._check_stop()
-            rates = self.solver.success_rates([task for _, task in part], self.purpose("verify", part[0][0]))
+            rates = self.solver.success_rates([task for _, task in part], self.purpose(f"verify {step}", part[0][0]))
             graded += [curriculum.Candidate(task, p) for (_, task), p in zip(part, rates)]
         return graded
 
