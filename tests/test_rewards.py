@@ -98,6 +98,8 @@ def test_gates_stop_difficulty_and_probes():
     assert generator_reward(ungrounded, SPEC, 0.5).parts["difficulty"] == 1.0
     off = TaskSpec("travel", "single_turn", 3, 1)
     assert generator_reward(GOOD, off, 0.5, config=gate).parts["difficulty"] == 0.0
+    assert generator_reward(GOOD, off, config=gate).parts["validity"] == 1.0
+    assert generator_reward(GOOD, off, config=RewardConfig(spec_validity=True)).parts["validity"] == 0.0
     assert not worth_probing(parse_task(GOOD), off, gate) and worth_probing(parse_task(GOOD), SPEC, gate)
     assert obeys(parse_task(GOOD), SPEC) and not obeys(parse_task(GOOD), off)
 

@@ -47,7 +47,7 @@ def test_every_phase_leaves_its_files(run):
     assert [(m["iteration"], m["phase"]) for m in metrics] == [
         (0, "evaluate"), (1, "generator"), (1, "generator"), (1, "curriculum"), *[(1, "solver")] * 3, (1, "evaluate")]
     counts = metrics[3]
-    assert counts["candidates"] == 48 == counts["filtered"] + sum(
+    assert 48 <= counts["candidates"] <= 84 and counts["candidates"] == counts["filtered"] + sum(
         n for reason, n in counts["dropped"].items() if reason not in ("duplicate", "never solved"))
     assert counts["rows"] == len(lines(out / "curriculum" / "iteration_1.jsonl")) == 6
     assert sum(counts["dropped"].values()) == len(lines(out / "curriculum" / "iteration_1.dropped.jsonl"))

@@ -47,6 +47,7 @@ class RewardConfig:
     grounded_weight: float = option(0.2, "validity: every argument value occurs in the question")
     strict_arguments: bool = option(False, "gold calls must give exactly the tool's parameters")
     spec_gate: bool = option(False, "the difficulty term needs the asked menu size and number of calls")
+    spec_validity: bool = option(False, "and so does validity: without them it is 0")
     validity_gate: bool = option(False, "the difficulty term needs full validity")
     difficulty: bool = option(True, "use the difficulty term; off is the ablation no-difficulty")
     low: float = option(0.25, "lower edge of the band of success rates that earns 1")

@@ -30,7 +30,7 @@ def nano() -> Config:
     """The embedded model: minutes on a laptop CPU."""
     return Config(
         preset="nano",
-        generator=PhaseConfig(steps=24, completions=96, lr=1e-3, max_new_tokens=200),
+        generator=PhaseConfig(steps=24, completions=96, lr=7e-4, max_new_tokens=200),
         solver=PhaseConfig(steps=30, completions=64, lr=5e-4, max_new_tokens=96),
         grpo=GrpoConfig(group_size=8, beta=0.0, schedule="constant", warmup=3, micro_batch_tokens=8192),
         sampler=SamplerConfig(max_new_tokens=200, max_sequences=512),
@@ -38,8 +38,8 @@ def nano() -> Config:
         specs=SpecConfig(domains=str(ASSETS / "domains.json"), multi_turn=0.0, two_calls=0.2,
                          one_call_menu={2: 1, 3: 1, 4: 1}, two_call_menu={3: 1, 4: 1}),
         prompts=PromptConfig(form="compact"),
-        rewards=RewardConfig(format_reduce="mean", strict_arguments=True, spec_gate=True, validity_gate=True, judge=False,
-                             require_think=False),
+        rewards=RewardConfig(format_reduce="mean", strict_arguments=True, spec_gate=True, spec_validity=True, validity_gate=True,
+                             judge=False, require_think=False),
         eval=EvalConfig(data=str(ASSETS / "heldout.jsonl")))
 
 

@@ -73,7 +73,8 @@ def generator_reward(completion: str, spec: TaskSpec | None, success_rate: float
     parts = {"format": format_reward(completion, c)}
     task = parse_task(completion, c.require_think)
     usable = isinstance(task, Task) and not is_placeholder(task.question)
-    parts["validity"] = validity(task, c) if usable else 0.0
+    on_spec = not c.spec_validity or spec is None or (usable and obeys(task, spec))
+    parts["validity"] = validity(task, c) if usable and on_spec else 0.0
     gated = usable and worth_probing(task, spec, c)
     if is_placeholder_text(completion):
         parts["format"] = 0.0
