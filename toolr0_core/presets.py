@@ -38,8 +38,8 @@ def nano() -> Config:
         specs=SpecConfig(domains=str(ASSETS / "domains.json"), multi_turn=0.0, two_calls=0.2,
                          one_call_menu={2: 1, 3: 1, 4: 1}, two_call_menu={3: 1, 4: 1}),
         prompts=PromptConfig(form="compact"),
-        rewards=RewardConfig(format_reduce="mean", strict_arguments=True, spec_gate=True, spec_validity=True, validity_gate=True,
-                             judge=False, require_think=False),
+        rewards=RewardConfig(format_reduce="mean", strict_arguments=True, spec_gate=True, spec_validity=True,
+                             validity_gate=True, judge=False, require_think=False),
         eval=EvalConfig(data=str(ASSETS / "heldout.jsonl")))
 
 
