@@ -118,11 +118,11 @@ def test_selection_keeps_the_mix_and_the_shapes_where_supply_allows():
     assert max(domains.values()) - min(domains.values()) < 20
 
 
-def test_a_scarce_shape_limits_the_selection_so_that_it_keeps_two_thirds_of_its_share():
+def test_scarce_calls_limit_the_selection_so_that_they_keep_three_quarters_of_their_share():
     wanted = {(1, 2): 0.8, (2, 3): 0.2}
     pool = [Candidate(task(f"q{i}", 1, 2), 0.5) for i in range(100)] + [Candidate(task(f"r{i}", 2, 3), 0.5) for i in range(10)]
     chosen = select(pool, 100, 0, CurriculumConfig(), wanted)
-    assert len(chosen) == 75 and sum(shape(x.task) == (2, 3) for x in chosen) == 10
+    assert len(chosen) == 66 and sum(shape(x.task) == (2, 3) for x in chosen) == 10
 
 
 @given(candidates, st.integers(0, 90))

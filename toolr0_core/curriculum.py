@@ -119,7 +119,7 @@ def select(candidates: Sequence[Candidate], n: int, seed: int, config: Curriculu
     """Up to n candidates, one at a time: of the shape that lags its share most, then the bucket, then the domain.
 
     wanted: share of each shape (specs.shape_shares); None, or shape_quotas off, balances none. Where shapes are balanced
-    and one is scarce, fewer than n are taken, so that it keeps two thirds of its share (`supported`). Deterministic in seed.
+    and one is scarce, fewer than n are taken, so that it keeps three quarters of its share (`supported`). Deterministic in seed.
     """
     c = config or CurriculumConfig()
     pool = [x for x in candidates if bucket(x.p)]
@@ -146,10 +146,12 @@ def select(candidates: Sequence[Candidate], n: int, seed: int, config: Curriculu
 
 
 def supported(pool: Sequence[Candidate], wanted: dict[tuple[int, int], float]) -> int:
-    """How many rows leave every shape that occurs with two thirds of its share; a quarter of the pool in any case."""
-    have = Counter(shape(x.task) for x in pool)
-    limits = [int(1.5 * have[s] / share) for s, share in wanted.items() if have[s]]
-    return max(min(limits, default=len(pool)), -(-len(pool) // 4))
+    """How many rows leave each number of calls that occurs with three quarters of its share; a few in any case."""
+    have, shares = Counter(len(x.task.gold) for x in pool), Counter()
+    for (calls, _), share in wanted.items():
+        shares[calls] += share
+    limits = [int(have[calls] / (0.75 * share)) for calls, share in shares.items() if have[calls]]
+    return max(min(limits, default=len(pool)), 16)
 
 
 def _domain(candidate: Candidate) -> str:
