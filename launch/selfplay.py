@@ -55,8 +55,7 @@ def run(config, own) -> int:
         show_plan(config, source, text)
         return 0
     world = distributed.setup()
-    check_out(out, config, resume=own.resume == "auto")
-    world.barrier()
+    world.on_main(lambda: check_out(out, config, resume=own.resume == "auto"))
     rundir = RunDir(out, writes=world.main)
     rundir.write_config(config)
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))

@@ -62,6 +62,19 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return bool(tensor.item())
 
+    def on_main(self, work: Callable[[], None]) -> None:
+        """work() on rank 0 alone, before anyone goes on; a ValueError of it is raised on every rank."""
+        problem: list[str | None] = [None]
+        if self.main:
+            try:
+                work()
+            except ValueError as error:
+                problem = [str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(problem, device=self.device)
+        if problem[0]:
+            raise ValueError(problem[0])
+
     def item(self, value: Tensor) -> float:
         """A scalar that FSDP may have made a DTensor."""
         return (value.full_tensor() if hasattr(value, "full_tensor") else value).item()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -30,8 +31,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def fail(message: object) -> NoReturn:
-    """One line, exit status 1."""
-    print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
+    """One line, exit status 1; of several ranks, the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {' '.join(str(message).split())}", file=sys.stderr)
     raise SystemExit(1)
 
 
