@@ -68,6 +68,7 @@ def summarise(per_row: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in FIGURES:
         values = [r[name] for r in per_row]
         value, low, high = mean_interval(values)
+        low, high = max(0.0, low), min(1.0, high)
         if name in ("greedy", "pass8"):
             low, high = wilson(sum(values), len(values))
         out[name] = {"value": value, "low": low, "high": high}
