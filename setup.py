@@ -25,6 +25,6 @@ setup(
     ],
     extras_require={
         "gpu": ["triton", "flash-attn"],
-        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6"],
+        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "accelerate==1.15.0"],
     },
 )
