@@ -154,7 +154,7 @@ def main() -> None:
     if args.json:
         environment = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads, "jobs": args.jobs,
                        "torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%F"),
-                       "command": " ".join(sys.argv[1:])}
+                       "variants": args.variants, "seeds": args.seeds, "options": extra}
         args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 

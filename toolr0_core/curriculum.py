@@ -119,7 +119,7 @@ def select(candidates: Sequence[Candidate], n: int, seed: int, config: Curriculu
     """Up to n candidates, one at a time: of the shape that lags its share most, then the bucket, then the domain.
 
     wanted: share of each shape (specs.shape_shares); None, or shape_quotas off, balances none. Where shapes are balanced
-    and one is scarce, fewer than n are taken, so that it keeps three quarters of its share (`supported`). Deterministic in seed.
+    and a number of calls is scarce, fewer than n are taken, so that it keeps most of its share (`supported`).
     """
     c = config or CurriculumConfig()
     pool = [x for x in candidates if bucket(x.p)]

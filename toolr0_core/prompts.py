@@ -98,9 +98,10 @@ def render_tools(tools: Sequence[Tool], form: str) -> str:
 
 
 def _compact_tool(tool: Tool) -> dict:
-    out = {"name": tool.name, "parameters": {p: s.get("type", "string") for p, s in tool.parameters.items()}}
+    out: dict = {"name": tool.name}
     if tool.description:
         out["description"] = tool.description
+    out["parameters"] = {p: s.get("type", "string") for p, s in tool.parameters.items()}
     if set(tool.required) != set(tool.parameters):
         out["required"] = list(tool.required)
     return out
@@ -133,8 +134,8 @@ def _examples(examples: Sequence[dict], config: PromptConfig) -> Messages:
         spec = TaskSpec(e["domain"], "single_turn", len(e["tools"]), len(e["calls"]))
         turns += _generator_turns(spec, config, "")[1]
         menu = render_tools(_tools(e), config.form)
-        turns.append(_turn("assistant", f"<think>{e['think']}</think><question>{e['question']}</question>"
-                                        f"<available_tools>{menu}</available_tools>{_answer(e)}"))
+        turns.append(_turn("assistant", f"<think>{e['think']}</think>\n<question>{e['question']}</question>\n"
+                                        f"<available_tools>{menu}</available_tools>\n{_answer(e)}"))
     return turns
 
 
@@ -155,11 +156,11 @@ GENERATOR_EXAMPLES = (
     {"domain": "travel", "question": "Find me a hotel in Lisbon for 3 nights, please.",
      "tools": (("search_hotels", "Search for hotels in a city", {"city": "string", "nights": "integer"}),
                ("search_trains", "Search for trains to a city", {"city": "string", "day": "string"})),
-     "think": "A user looks for a hotel. The tool search_hotels needs city and nights, so the request names both.",
+     "think": "The request: find a hotel, with city and nights.",
      "calls": (("search_hotels", {"city": "Lisbon", "nights": 3}),)},
     {"domain": "scheduling", "question": "Remind me to call Maria on Friday at 9.",
      "tools": (("create_reminder", "Create a reminder", {"text": "string", "day": "string", "hour": "integer"}),
                ("delete_reminder", "Delete a reminder", {"text": "string"})),
-     "think": "A user wants a reminder. The tool create_reminder needs text, day and hour, so the request names all three.",
+     "think": "The request: make a reminder, with text, day and hour.",
      "calls": (("create_reminder", {"text": "call Maria", "day": "Friday", "hour": 9}),)},
 )
