@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -32,7 +33,8 @@ def saved(config, path, **options):
             if p.ndim == 1:
                 p.add_(torch.randn_like(p) * 0.3)
     reference.save_pretrained(path, **options)
-    (path / "tokenizer.json").write_text("{}")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
     return reference
 
 

@@ -1,14 +1,17 @@
 """Text and chat messages to token ids: the `tokenizers` library and the model's own chat template, nothing more.
 
-Content is hostile: a question that a model wrote may spell "<|im_end|>". So the template is rendered with a sentinel in
-place of every content, and contents are encoded apart from it, without special tokens: only the template makes those.
+What is rendered is hostile: a question or a tool's description that a model wrote may spell "<|im_end|>", and the usual
+way (render to text, then encode) would make that a control token: a forged turn. So a conversation is also encoded apart:
+rendered with a sentinel in place of every content, the contents encoded alone, where control tokens are ordinary text.
+Where both ways have the same control tokens, the contents made none, and the usual encoding is taken, which is exactly
+what the model was trained on; otherwise the one encoded apart, whose control tokens are the template's alone.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +21,137 @@ from tokenizers import Tokenizer as Backend
 
 
 class Tokenizer:
-    """encode, decode and render for one model directory."""
+    """encode, decode and render for one model directory; stop_token_ids are all tokens that end an answer."""
 
     def __init__(self, backend: Backend, template: str, variables: dict[str, Any], stop_token_ids: Sequence[int]):
+        backend.no_truncation()  # a tokenizer.json may carry both from somebody's training script
+        backend.no_padding()
         self.backend, self.variables, self.stop_token_ids = backend, variables, tuple(stop_token_ids)
         self.plain = Backend.from_str(backend.to_str())
-        self.plain.encode_special_tokens = True  # spelled-out special tokens are ordinary text
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: "01 Jan 2026"  # a prompt must not depend on the day
-        environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
-        self.template = environment.from_string(template)
+        self.plain.encode_special_tokens = True  # spelled-out control tokens are ordinary text
+        self.control_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.template = _environment().from_string(template)
 
     @property
     def vocab_size(self) -> int:
-        return self.backend.get_vocab_size()
+        """One more than the highest id; a model may have more rows than that, never fewer."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; control tokens that it spells out do not become control tokens."""
-        return self.plain.encode(_printable(text), add_special_tokens=False).ids
+        ids = self.plain.encode(_printable(text), add_special_tokens=False).ids
+        return [i for i in ids if i not in self.control_ids]  # a vocabulary that holds one as a word may still find it
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Text without special tokens; ids that no token has are left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[dict[str, str]], tools: list | None = None, prefix: str = "") -> list[int]:
-        """Ids of a conversation, up to where the assistant's next answer starts, and of the prefix that begins it."""
-        mark = secrets.token_hex(8)
-        slots = [{**m, "content": f"{mark}{i:04d}{mark}"} for i, m in enumerate(messages)]
-        text = self.template.render(messages=slots, tools=tools, add_generation_prompt=True, **self.variables)
-        ids: list[int] = []
-        pieces = text.split(mark)  # template, slot number, template, slot number, ..., template
-        for i, piece in enumerate(pieces):
-            if i % 2 == 0:
-                ids += self.backend.encode(piece, add_special_tokens=False).ids
-            else:
-                ids += self.encode(messages[int(piece)]["content"].strip())
-        return ids + self.encode(prefix)
+    def render(self, messages: Sequence[dict[str, Any]], tools: list | None = None, prefix: str = "") -> list[int]:
+        """Ids of a conversation, up to where the assistant's next answer starts, and of the prefix that begins it.
+
+        Raises weights.ModelError where the template refuses the conversation (as some do a system message).
+        """
+        usual = self._with_controls(self._apply(messages, tools))
+        apart = self._encode_apart(messages, tools)
+        return (usual if self._controls(usual) == self._controls(apart) else apart) + self.encode(prefix)
+
+    def _encode_apart(self, messages: Sequence[dict[str, Any]], tools: list | None) -> list[int]:
+        """The conversation with contents, and other strings that spell control tokens, encoded as ordinary text."""
+        mark, hidden = secrets.token_hex(8), []
+
+        def hide(text: str) -> str:
+            hidden.append(text)
+            return f"{mark}{len(hidden) - 1}{mark}"
+
+        def hide_hostile(text: str) -> str:
+            return hide(json.dumps(text, ensure_ascii=False)[1:-1]) if self._controls(self._with_controls(text)) else text
+
+        slots = [{k: hide(v.strip()) if k == "content" and isinstance(v, str) else _map_strings(v, hide_hostile)
+                  for k, v in m.items()} for m in messages]
+        pieces = self._apply(slots, _map_strings(tools, hide_hostile)).split(mark)  # template, number, template, ...
+        ids = [self.encode(hidden[int(p)]) if i % 2 else self._with_controls(p) for i, p in enumerate(pieces)]
+        return [token for piece in ids for token in piece]
+
+    def _apply(self, messages: Sequence[dict[str, Any]], tools: list | None) -> str:
+        try:
+            return self.template.render(messages=messages, tools=tools, add_generation_prompt=True, **self.variables)
+        except (TemplateError, TypeError, ValueError) as error:
+            from toolr0_core.weights import ModelError
+
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise ModelError(f"the model's chat template refuses a conversation of {roles} ({_one_line(error)}); use a model "
+                             f"whose template takes it, or change chat_template.jinja") from None
+
+    def _with_controls(self, text: str) -> list[int]:
+        return self.backend.encode(_printable(text), add_special_tokens=False).ids
+
+    def _controls(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i in self.control_ids]
+
+
+def load(path_or_preset: str | Path) -> Tokenizer:
+    """The tokenizer of a model directory or preset. Raises weights.ModelError where a file is missing or unusable."""
+    from toolr0_core.weights import ModelError, model_path, read_json
+
+    folder = model_path(path_or_preset)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} has no tokenizer.json; copy the tokenizer's files of the base model there")
+    config = read_json(folder / "tokenizer_config.json", missing={})
+    template = _template(folder, config)
+    if not template:
+        raise ModelError(f"{folder} has a tokenizer without a chat template; use an instruct model, or add chat_template.jinja")
+    names = {k: _content(config.get(k)) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    try:
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"{folder}/tokenizer.json cannot be read ({_one_line(error)}); copy that of the base model "
+                         f"there") from None
+    stops = [i for name in ("generation_config.json", "config.json")
+             for i in _as_list(read_json(folder / name, missing={}).get("eos_token_id"))]
+    stops += [backend.token_to_id(names["eos_token"])] if names["eos_token"] else []
+    stops = sorted({i for i in stops if i is not None})
+    if not stops:
+        raise ModelError(f"{folder} names no token that ends an answer; set eos_token_id in its generation_config.json")
+    try:
+        return Tokenizer(backend, template, {k: v or "" for k, v in names.items()}, stops)
+    except TemplateError as error:
+        raise ModelError(f"{folder} has a chat template that does not parse ({_one_line(error)}); correct it, or copy that of "
+                         f"the base model there") from None
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The text of the chat template: its own file where there is one, as newer models have it, else the config's."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    return template
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox and the names that transformers gives to templates, which come from strangers."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: "01 Jan 2026"  # a prompt must not depend on the day
+    env.filters["tojson"] = lambda x, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return env
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every string in it changed, the keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_strings(k, change): _map_strings(v, change) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(v, change) for v in value]
+    return value
 
 
 def _printable(text: str) -> str:
+    """Lone surrogates, which no encoding has, become question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -65,28 +159,8 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def load(path_or_preset: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory or preset. Raises weights.ModelError where a file is missing or unusable."""
-    from toolr0_core.weights import ModelError, model_path
-
-    folder = model_path(path_or_preset)
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; copy the tokenizer's files of the base model there")
-    config = _read_json(folder / "tokenizer_config.json")
-    template = config.get("chat_template")
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(template, list):
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    if not template:
-        raise ModelError(f"{folder} has a tokenizer without a chat template; use an instruct model, or add chat_template.jinja")
-    backend = Backend.from_file(str(folder / "tokenizer.json"))
-    names = {k: _content(config.get(k)) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    stops = _as_list(_read_json(folder / "generation_config.json").get("eos_token_id"))
-    stops += _as_list(_read_json(folder / "config.json").get("eos_token_id"))
-    stops += [backend.token_to_id(names["eos_token"])] if names["eos_token"] else []
-    variables = {k: v or "" for k, v in names.items()}
-    return Tokenizer(backend, template, variables, sorted({s for s in stops if s is not None}))
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _content(token: Any) -> str | None:
@@ -95,7 +169,3 @@ def _content(token: Any) -> str | None:
 
 def _as_list(value: Any) -> list:
     return value if isinstance(value, list) else [value]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
