@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -153,11 +152,10 @@ def test_no_surviving_task_skips_the_solver_and_says_so(tmp_path):
     (["--ablate", "everything"], "ablate is 'everything'"), (["--out", "/proc/x"], "/proc/x")])
 def test_bad_input_is_one_line_before_any_work(options, named, tmp_path):
     out = [] if "--out" in options else ["--out", tmp_path / "out"]
-    started = time.time()
     done = play(*out, *options)
     assert done.returncode == 1 and named in done.stderr, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert time.time() - started < 60 and not (tmp_path / "out" / "checkpoints").exists()
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_a_run_directory_is_not_mixed_with_another_run(run):
