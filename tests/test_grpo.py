@@ -149,6 +149,12 @@ def test_accumulation_does_not_change_a_gradient(tiny):
         assert (both[0] - both[1]).norm() < 1e-5 * both[0].norm()
 
 
+def test_recomputing_activations_does_not_change_a_gradient(tiny):
+    rows, rewards = rollouts()
+    plain, again = (gradients(tiny(), GrpoConfig(beta=0.0, checkpointing=on), rows, rewards)[0] for on in (False, True))
+    assert plain.norm() > 0 and torch.equal(plain, again)
+
+
 def test_kl_gradient_vanishes_at_the_reference_and_then_pulls_back(tiny):
     model, (rows, _) = tiny(), rollouts()
     trainer = Trainer(model, GrpoConfig(beta=1.0, schedule="constant"), ONE, lr=1e-3, steps=10)

@@ -90,8 +90,10 @@ class World:
         in the root's unit. Gradients are summed, never averaged: the loss weights are global already.
         """
         if not self.sharded:
+            model.recompute = checkpointing
             return model.requires_grad_(True)
         trained = Model(model.config).to(self.device)
+        trained.recompute = checkpointing
         trained.load_state_dict({k: v.float() for k, v in (weights or model.state_dict()).items()})
         policy = MixedPrecisionPolicy(param_dtype=model.embed_tokens.weight.dtype, reduce_dtype=torch.float32)
         for module in (*trained.layers, trained):

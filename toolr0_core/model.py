@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from toolr0_core.attention import batch_attention
 
@@ -133,6 +134,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.recompute = False  # activation checkpointing: a layer's activations are computed again in the backward pass
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -153,7 +155,10 @@ class Model(nn.Module):
         x_ND = self.embed_tokens(ids_N)
         cos_NE, sin_NE = self.rope(positions_N, x_ND.dtype)
         for layer in self.layers:
-            x_ND = layer(x_ND, cos_NE, sin_NE, attend)
+            if self.recompute and torch.is_grad_enabled():
+                x_ND = checkpoint(layer, x_ND, cos_NE, sin_NE, attend, use_reentrant=False)
+            else:
+                x_ND = layer(x_ND, cos_NE, sin_NE, attend)
         hidden_ND = self.norm(x_ND)
         return hidden_ND if head is None else head(hidden_ND, self.head_weight)
 
