@@ -2,7 +2,7 @@
 
 strict: JSON-typed equality. lenient: numbers by value, a string that is a short number is that number, strings after NFC
 and white-space folding, strings that hold JSON are that JSON, null arguments are absent. NaN and infinity equal nothing.
-Every function is total: it returns for any values that JSON or a Python literal can hold.
+Equality is total: it answers for any values that JSON or a Python literal can hold, and is False beyond a depth.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import json
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from toolr0_core.parse import MAX_DEPTH, nesting
 from toolr0_core.schema import ToolCall
 
 RULES = ("strict", "lenient")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _MAX_DIGITS = 15  # longer digit strings are identifiers
-_MAX_DEPTH = 32
+_MAX_DEPTH = 4 * MAX_DEPTH  # arguments may be text that holds JSON, and their values too
+_EXACT = 2**53  # floats hold every whole number up to here
 
 
 def values_equal(a: Any, b: Any, rule: str = "lenient") -> bool:
@@ -48,16 +51,20 @@ def _equal(a: Any, b: Any, lenient: bool, depth: int) -> bool:
 
 
 def _numbers_equal(a: int | float, b: int | float, lenient: bool) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
     if not all(isinstance(x, int) or math.isfinite(x) for x in (a, b)):
         return False
     if not lenient:
         return type(a) is type(b) and a == b
+    if _is_whole(a) and _is_whole(b):
+        return a == b
     try:
-        return a == b or math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=0.0)
+        return math.isclose(a, b, rel_tol=1e-9, abs_tol=0.0)
     except OverflowError:  # an integer beyond every float
         return False
+
+
+def _is_whole(x: int | float) -> bool:
+    return isinstance(x, int) or (x.is_integer() and abs(x) <= _EXACT)
 
 
 def _read(value: Any) -> Any:
@@ -66,15 +73,20 @@ def _read(value: Any) -> Any:
         return value
     text = " ".join(unicodedata.normalize("NFC", value).split())
     if _NUMBER.fullmatch(text):
-        if sum(c.isdigit() for c in text) > _MAX_DIGITS:
+        number = float(text) if any(c in text for c in ".eE") else text
+        if sum(c.isdigit() for c in text) > _MAX_DIGITS or number in (math.inf, -math.inf):
             return text
-        return float(text) if any(c in text for c in ".eE") else int(text)
-    if text[:1] in "[{" and text[-1:] in "]}" and text.count("[") + text.count("{") <= _MAX_DEPTH:
+        return int(text) if number is text else number
+    if text[:1] in ("[", "{") and text[-1:] in ("]", "}") and nesting(text) <= MAX_DEPTH:
         try:
-            return json.loads(text)
+            return json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return text
     return text
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def call_equal(a: ToolCall, b: ToolCall, rule: str = "lenient") -> bool:
@@ -89,35 +101,47 @@ def calls_equal(predicted: Sequence[ToolCall], gold: Sequence[ToolCall], rule: s
         return False
     if ordered:
         return all(call_equal(p, g, rule) for p, g in zip(predicted, gold))
-    options = [[j for j, g in enumerate(gold) if call_equal(p, g, rule)] for p in predicted]
-    owner: dict[int, int] = {}  # gold -> predicted, grown by augmenting paths
-
-    def place(i: int) -> bool:
-        frontier, came = [i], {}
-        while frontier:
-            p = frontier.pop()
-            for j in options[p]:
-                if j in came:
-                    continue
-                came[j] = p
-                if j not in owner:
-                    while True:  # walk back, handing each gold call over
-                        p = came[j]
-                        former = next((g for g, o in owner.items() if o == p), None)
-                        owner[j] = p
-                        if p == i:
-                            return True
-                        j = former
-                frontier.append(owner[j])
+    if Counter(p.name for p in predicted) != Counter(g.name for g in gold):
         return False
+    return _each_has_its_own([[j for j, g in enumerate(gold) if call_equal(p, g, rule)] for p in predicted])
 
-    return all(place(i) for i in range(len(predicted)))
+
+def _each_has_its_own(options: list[list[int]]) -> bool:
+    """Whether every row can have one of its options for itself: augmenting paths, at most rows * pairs steps.
+
+    A first fit would not do: within its tolerance, equality is not transitive.
+    """
+    owner: dict[int, int] = {}  # column -> row
+    owned: dict[int, int] = {}  # row -> column
+    for row in range(len(options)):
+        frontier, reached, free = [row], {}, None  # reached: column -> the row that would take it
+        while frontier and free is None:
+            taker = frontier.pop()
+            for column in options[taker]:
+                if column in reached:
+                    continue
+                reached[column] = taker
+                if column not in owner:
+                    free = column
+                    break
+                frontier.append(owner[column])
+        if free is None:
+            return False
+        while free is not None:  # hand over along the path; the row that began it owned nothing
+            taker = reached[free]
+            owner[free], owned[taker], free = taker, free, owned.get(taker)
+    return True
 
 
 def best_assignment(score: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    """Pairs (row, column), each used at most once, with the greatest sum of scores: the Hungarian method, O(n^3)."""
+    """Pairs (row, column), each used at most once, with the greatest sum of scores: the Hungarian method, O(n^3).
+
+    min(rows, columns) pairs, by row. Raises ValueError where rows differ in length or a score is not finite.
+    """
     if not score or not score[0]:
         return []
+    if any(len(row) != len(score[0]) for row in score) or not all(math.isfinite(x) for row in score for x in row):
+        raise ValueError("scores have rows of different lengths or values that are not finite; give a full matrix of numbers")
     transposed = len(score) > len(score[0])
     cost = [[-x for x in row] for row in (zip(*score) if transposed else score)]
     n, m = len(cost), len(cost[0])
@@ -151,5 +175,5 @@ def best_assignment(score: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
 
 
 def canonical(calls: Sequence[ToolCall]) -> str:
-    """One text for a list of calls: compact JSON with sorted keys, calls in their order."""
+    """One text for a list of calls as `parse` gives them: compact JSON with sorted keys, calls in their order."""
     return json.dumps([c.to_json() for c in calls], sort_keys=True, separators=(",", ":"), default=str)

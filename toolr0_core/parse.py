@@ -1,28 +1,37 @@
 """Text -> task, calls, or the reason why not. Total: any text gives an answer, in bounded time and memory.
 
 One relaxed loader reads JSON, Python literals and fenced blocks, for rewards, synthesis, verification and evaluation alike.
+What it returns can be written as JSON again: NaN, infinities, numbers beyond every float and halves of surrogate pairs are
+refused as bad_json.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import warnings
+from collections import Counter
 from typing import Any
 
 from toolr0_core.schema import Failure, Task, Tool, ToolCall
 
 MAX_CHARS = 200_000
 MAX_DEPTH = 32
-MAX_DIGITS = 400  # of one number: beyond any float, under the limit of Python's int()
+MAX_CALLS = 128  # of one answer: pairing calls is cubic
 TASK_TAGS = ("think", "question", "available_tools", "tool_call_answer")
-_FENCE = re.compile(r"\A```[A-Za-z]*\s*\n?(.*?)\s*```\Z", re.DOTALL)
-_FAMILY = {"str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean", "date": "string",
-           "datetime": "string"}
+_ASCII_LOWER = {c: c + 32 for c in range(ord("A"), ord("Z") + 1)}
+_STRING = re.compile(r'"(?:[^"\\]|\\.?)*+"?|\'(?:[^\'\\]|\\.?)*+\'?', re.DOTALL)  # always matches at a quote, so linear
+_DOTS = re.compile(r"(?:\A|[\[({,:])\s*\.\.\.\s*(?:[\])},]|\Z)")  # an ellipsis where a value or an element should stand
+_WORDS = {"null": None, "true": True, "false": False}
+_KINDS = {"str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean", "date": "string",
+          "datetime": "string"}
+_SCHEMA_KEYS = {"type", "properties", "required", "description", "title", "additionalProperties", "$schema", "$defs"}
 
 
-class _Refused(ValueError):
-    """Carries a Failure's reason out of a decoder hook."""
+class _Refused(Exception):
+    """Carries a Failure's reason and detail out of the depths of a decoder."""
 
 
 def parse_task(text: str, require_think: bool = True) -> Task | Failure:
@@ -44,29 +53,32 @@ def parse_calls(text: str, require_think: bool = False) -> tuple[ToolCall, ...] 
     refused = _too_much(text)
     if refused:
         return refused
-    if require_think and not _all_blocks(text, "think")[-1:]:
+    low = text.translate(_ASCII_LOWER)
+    if require_think and not any(text[a:b].strip() for a, b in _spans(low, "think")):
         return Failure("missing_think", "no non-empty <think> block")
-    answers = _all_blocks(text, "tool_call_answer")
-    if not answers or not answers[-1]:
+    start, end = next(reversed(_spans(low, "tool_call_answer")), (0, 0))
+    if not text[start:end].strip():
         return Failure("missing_block", "no non-empty <tool_call_answer> block")
-    return parse_call_list(answers[-1])
+    return parse_call_list(text[start:end])
 
 
 def blocks(text: str, require_think: bool = True) -> dict[str, str] | Failure:
-    """The stripped content of the four blocks; think may be absent (then "") where it is not required."""
+    """The stripped content of the four blocks, none inside another; think may be absent (then "") where it is optional."""
     refused = _too_much(text)
     if refused:
         return refused
-    found = {}
+    low, spans = text.translate(_ASCII_LOWER), {}
     for tag in TASK_TAGS:
-        contents = _all_blocks(text, tag)
-        if len(contents) > 1:
-            return Failure("extra_block", f"<{tag}> occurs {len(contents)} times")
-        content = contents[0] if contents else ""
-        if not content and (tag != "think" or require_think):
+        if low.count(f"<{tag}>") > 1:  # even unclosed: which of them begins the block would be a guess
+            return Failure("extra_block", f"<{tag}> occurs {low.count(f'<{tag}>')} times")
+        start, end = next(iter(_spans(low, tag)), (0, 0))
+        if not text[start:end].strip() and (tag != "think" or require_think):
             return Failure("missing_think" if tag == "think" else "missing_block", f"no non-empty <{tag}> block")
-        found[tag] = content
-    return found
+        spans[tag] = (start, end)
+    in_order = sorted(span for span in spans.values() if span != (0, 0))
+    if any(former[1] > later[0] for former, later in zip(in_order, in_order[1:])):
+        return Failure("extra_block", "a block inside another")
+    return {tag: text[start:end].strip() for tag, (start, end) in spans.items()}
 
 
 def _too_much(text: str) -> Failure | None:
@@ -75,21 +87,21 @@ def _too_much(text: str) -> Failure | None:
     return None if text.strip() else Failure("empty")
 
 
-def _all_blocks(text: str, tag: str) -> list[str]:
-    """Contents between <tag> and the next </tag>, found by one walk over the text, so that no input is quadratic."""
-    low, out, at = _fold_ascii(text), [], 0
-    while (start := low.find(f"<{tag}>", at)) >= 0:
-        end = low.find(f"</{tag}>", start)
-        if end < 0:
-            break
-        out.append(text[start + len(tag) + 2: end].strip())
-        at = end + len(tag) + 3
+def _spans(low: str, tag: str) -> list[tuple[int, int]]:
+    """Where the contents of <tag>...</tag> stand, from the last opening before each closing; one walk, linear.
+
+    `low` has A-Z lowered and nothing else: str.lower changes the length of some texts, and indices with it.
+    """
+    opening, closing, out, at = f"<{tag}>", f"</{tag}>", [], 0
+    while (end := low.find(closing, at)) >= 0:
+        start = low.rfind(opening, at, end)
+        if start >= 0:
+            out.append((start + len(opening), end))
+        at = end + len(closing)
     return out
 
 
-def _fold_ascii(text: str) -> str:
-    """Lower case of A-Z alone: str.lower changes the length of some texts, and indices with it."""
-    return text.translate({c: c + 32 for c in range(65, 91)})
+# -- The relaxed loader --------------------------------------------------------------------------------------------------
 
 
 def load_relaxed(text: str) -> Any | Failure:
@@ -97,36 +109,48 @@ def load_relaxed(text: str) -> Any | Failure:
     refused = _too_much(text)
     if refused:
         return refused
+    text = _unfence(text)
+    if nesting(text) > MAX_DEPTH:
+        return Failure("too_deep", f"nested {nesting(text)} deep, over {MAX_DEPTH}")
+    try:
+        return _checked(_decode(text))
+    except _Refused as error:
+        return Failure(*error.args)
+
+
+def _unfence(text: str) -> str:
+    """Without the code fence around it, or the half of one that generation left."""
     text = text.strip()
-    fenced = _FENCE.match(text)
-    text = fenced.group(1) if fenced else text
-    depth = _depth(text)
-    if depth > MAX_DEPTH:
-        return Failure("too_deep", f"nested {depth} deep, over {MAX_DEPTH}")
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_int=_int, parse_constant=_refuse_constant)
-    except _Refused as error:
-        return Failure(*error.args)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return _literal(ast.parse(text.strip(), mode="eval").body)
-    except _Refused as error:
-        return Failure(*error.args)
-    except (ValueError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
-        return Failure("bad_json", f"{type(error).__name__}: {str(error)[:80]}")
+    if text.startswith("```"):
+        text = re.sub(r"\A```\w*", "", text)
+    return text.removesuffix("```").strip()
 
 
-def _depth(text: str) -> int:
-    """Deepest nesting of brackets, strings ignored roughly: an upper bound is what the parsers need."""
+def nesting(text: str) -> int:
+    """Deepest nesting of brackets outside quoted strings; exact for JSON, a close guess for anything else."""
     deepest = level = 0
-    for c in text:
+    for c in _STRING.sub("", text):
         if c in "[{(":
             level += 1
             deepest = max(deepest, level)
         elif c in "]})" and level:
             level -= 1
     return deepest
+
+
+def _decode(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):  # RecursionError: of a caller that is deep itself
+        pass
+    if _DOTS.search(_STRING.sub("''", text)):
+        raise _Refused("placeholder", "... stands where a value should")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes and the like are the model's affair
+            return _literal(ast.parse(text, mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
+        raise _Refused("bad_json", f"{type(error).__name__}: {str(error)[:80]}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,24 +160,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _int(digits: str) -> int | float:
-    if len(digits) > MAX_DIGITS:
-        raise _Refused("bad_json", f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _refuse_constant(name: str) -> Any:
-    raise _Refused("bad_json", f"{name} is not a JSON value")
-
-
-_WORDS = {"null": None, "true": True, "false": False}
-
-
 def _literal(node: ast.AST) -> Any:
     """ast.literal_eval for lists, dicts and plain values, plus JSON's words; anything else is refused."""
     match node:
-        case ast.Constant(value=value) if value is Ellipsis:
-            raise _Refused("placeholder", "... stands where a value should")
         case ast.Constant(value=str() | bool() | int() | float() | None as value):
             return value
         case ast.Name(id=name) if name in _WORDS:
@@ -162,9 +171,38 @@ def _literal(node: ast.AST) -> Any:
             return -value
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [_literal(e) for e in elements]
-        case ast.Dict(keys=keys, values=values) if all(isinstance(k, ast.Constant) for k in keys):
-            return _unique([(str(k.value), _literal(v)) for k, v in zip(keys, values)])
+        case ast.Dict(keys=keys, values=values) if all(isinstance(getattr(k, "value", None), str) for k in keys):
+            return _unique([(k.value, _literal(v)) for k, v in zip(keys, values)])
     raise _Refused("bad_json", f"{type(node).__name__} is not a plain value")
+
+
+def _checked(value: Any, depth: int = 0) -> Any:
+    """The value, if all of it is plain: not too deep, no placeholder, nothing that JSON cannot write."""
+    if depth > MAX_DEPTH:
+        raise _Refused("too_deep", f"nested over {MAX_DEPTH} deep")
+    if isinstance(value, str):
+        if value == "...":
+            raise _Refused("placeholder", "... stands where a value should")
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise _Refused("bad_json", "half of a surrogate pair")
+    elif isinstance(value, (list, dict)):
+        for element in value:
+            _checked(element, depth + 1)
+        for element in value.values() if isinstance(value, dict) else ():
+            _checked(element, depth + 1)
+    elif isinstance(value, (int, float)) and not _is_finite(value):
+        raise _Refused("bad_json", "a number that is not finite, or beyond every float")
+    return value
+
+
+def _is_finite(number: int | float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond every float, which Python may even refuse to print
+        return False
+
+
+# -- Menus and calls -----------------------------------------------------------------------------------------------------
 
 
 def parse_menu(text: str) -> tuple[Tool, ...] | Failure:
@@ -180,43 +218,57 @@ def parse_menu(text: str) -> tuple[Tool, ...] | Failure:
         if isinstance(tool, Failure):
             return tool
         tools.append(tool)
-    names = [t.name for t in tools]
-    if len(set(names)) < len(names):
-        return Failure("duplicate_tool", next(n for n in names if names.count(n) > 1)[:80])
-    return tuple(tools)
+    name, times = Counter(tool.name for tool in tools).most_common(1)[0]
+    return Failure("duplicate_tool", f"{times} times {name[:40]!a}") if times > 1 else tuple(tools)
 
 
 def _tool(entry: Any) -> Tool | Failure:
     """One menu entry: bare or in OpenAI's wrapper; parameters as a flat map or a JSON schema."""
-    if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
-        entry = entry["function"]
+    entry = _unwrapped(entry)
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not entry["name"].strip():
         return Failure("bad_menu", "a tool without a name")
-    parameters = entry.get("parameters")
-    parameters = {} if parameters is None else parameters
-    if not isinstance(parameters, dict):
-        return Failure("bad_menu", f"parameters of {entry['name'][:40]} are no object")
-    required = entry.get("required")
-    if isinstance(parameters.get("properties"), dict):
-        required = parameters.get("required") if required is None else required
-        parameters = parameters["properties"]
-    elif isinstance(parameters.get("required"), list):
-        required = parameters["required"] if required is None else required
-        parameters = {k: v for k, v in parameters.items() if k != "required"}
-    flat = all(isinstance(v, str) for v in parameters.values())
-    if required is None:  # the compact notation, name -> type, has no optional parameters
-        required = list(parameters) if flat else []
+    given = entry.get("parameters")
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        return Failure("bad_menu", f"parameters of {entry['name'][:40]!a} are no object")
+    parameters, required = _parameters(given)
+    required = required if entry.get("required") is None else entry["required"]
     if not isinstance(required, list) or not all(isinstance(r, str) for r in required):
-        return Failure("bad_menu", f"required of {entry['name'][:40]} is no list of names")
-    schemas = {}
-    for name, schema in parameters.items():
-        if not isinstance(schema, (str, dict)):
-            return Failure("bad_menu", f"parameter {name[:40]} has neither a type nor a schema")
-        schema = {"type": schema} if isinstance(schema, str) else dict(schema)
-        kind = schema.get("type", "string")
-        schemas[name] = schema | {"type": _FAMILY.get(kind, kind) if isinstance(kind, str) else "string"}
+        return Failure("bad_menu", f"required of {entry['name'][:40]!a} is no list of names")
+    if not all(isinstance(schema, (str, dict)) for schema in parameters.values()):
+        return Failure("bad_menu", f"a parameter of {entry['name'][:40]!a} has neither a type nor a schema")
+    schemas = {name: _schema(schema) for name, schema in parameters.items()}
     description = entry.get("description")
     return Tool(entry["name"].strip(), description if isinstance(description, str) else "", schemas, tuple(required))
+
+
+def _unwrapped(entry: Any) -> Any:
+    """The tool or call inside {"type": "function", "function": {...}}; anything else as it is."""
+    if isinstance(entry, dict) and isinstance(entry.get("function"), dict) and not entry.keys() & {"name", "tool_name"}:
+        return entry["function"]
+    return entry
+
+
+def _parameters(given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Schemas or type names by parameter, and what is required unless the tool itself says."""
+    is_schema = isinstance(given.get("properties"), dict) or given.get("type") == "object"
+    if is_schema and given.keys() <= _SCHEMA_KEYS:  # else "properties" and "type" are parameters like the others
+        properties, required = given.get("properties"), given.get("required")
+        return properties if isinstance(properties, dict) else {}, [] if required is None else required
+    if isinstance(given.get("required"), list):
+        return {name: schema for name, schema in given.items() if name != "required"}, given["required"]
+    # the compact notation, name -> type, has no optional parameters
+    return given, list(given) if all(isinstance(schema, str) for schema in given.values()) else []
+
+
+def _schema(given: str | dict[str, Any]) -> dict[str, Any]:
+    """A parameter's schema with one type out of JSON schema's names where it is known by another."""
+    schema = {"type": given} if isinstance(given, str) else given
+    kind = schema.get("type")
+    if isinstance(kind, list):  # such as ["integer", "null"]
+        kind = next((k for k in kind if isinstance(k, str) and k != "null"), None)
+    kind = kind.strip().lower() if isinstance(kind, str) else "string"
+    return schema | {"type": _KINDS.get(kind, kind)}
 
 
 def parse_call_list(text: str) -> tuple[ToolCall, ...] | Failure:
@@ -228,6 +280,8 @@ def parse_call_list(text: str) -> tuple[ToolCall, ...] | Failure:
         loaded = [loaded]
     if not isinstance(loaded, list):
         return Failure("bad_calls", f"a {type(loaded).__name__} is no list of calls")
+    if len(loaded) > MAX_CALLS:
+        return Failure("bad_calls", f"{len(loaded)} calls, over {MAX_CALLS}")
     calls = []
     for entry in loaded:
         call = _call(entry)
@@ -239,35 +293,20 @@ def parse_call_list(text: str) -> tuple[ToolCall, ...] | Failure:
 
 def _call(entry: Any) -> ToolCall | Failure:
     """One call: bare or in OpenAI's wrapper; arguments as an object, as a JSON string, or as all the other keys."""
-    if entry == "...":
-        return Failure("placeholder", "... stands where a call should")
-    if isinstance(entry, dict) and isinstance(entry.get("function"), dict):
-        entry = entry["function"]
+    entry = _unwrapped(entry)
     if not isinstance(entry, dict):
         return Failure("bad_calls", f"a {type(entry).__name__} is no call")
-    name = entry.get("name", entry.get("tool_name"))
+    name_key = "name" if "name" in entry else "tool_name"
+    name = entry.get(name_key)
     if not isinstance(name, str) or not name.strip():
         return Failure("bad_calls", "a call without a name")
     key = next((k for k in ("arguments", "parameters", "args") if k in entry), None)
-    if key is None:
-        arguments = {k: v for k, v in entry.items() if k not in ("name", "tool_name", "type", "id")}
-    else:
-        arguments = entry[key]
+    arguments = {k: v for k, v in entry.items() if k != name_key} if key is None else entry[key]
     if isinstance(arguments, str):
         arguments = load_relaxed(arguments) if arguments.strip() else {}
         if isinstance(arguments, Failure):
             return arguments
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        return Failure("bad_calls", f"arguments of {name[:40]} are no object")
-    if _holds_placeholder(arguments):
-        return Failure("placeholder", "... stands where a value should")
+        return Failure("bad_calls", f"arguments of {name[:40]!a} are no object")
     return ToolCall(name.strip(), arguments)
-
-
-def _holds_placeholder(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_placeholder(v) for v in value.values())
-    if isinstance(value, list):
-        return any(_holds_placeholder(v) for v in value)
-    return value == "..."
