@@ -50,7 +50,10 @@ def test_every_preset_is_valid(name):
 
 @pytest.mark.parametrize("argv, named", [
     (("--grop.beta", "1"), "--grpo.beta"), (("--preset", "nono"), "nano"), (("--solver.steps", "x"), "solver.steps"),
-    (("--rewards.judge", "maybe"), "true nor false"), (("--specs.one_call_menu", "[]"), "one_call_menu"), (("stray",), "stray")])
+    (("--rewards.judge", "maybe"), "true nor false"), (("--specs.one_call_menu", "[]"), "one_call_menu"), (("stray",), "stray"),
+    (("--specs.one_call_menu", '{"two": 1}'), "whole numbers"), (("--specs.one_call_menu", '{"2": NaN}'), "finite"),
+    (("--specs.one_call_menu", "{"), '{"2": 0.5}'), (("--solver.lr", "inf"), "finite"), (("--grpo.beta", "nan"), "finite"),
+    (("--solver.steps", "2.5"), "whole number"), (("--curriculum.keep",), "--curriculum.keep")])
 def test_a_wrong_option_is_one_line_that_says_what_is_legal(argv, named, capsys):
     assert named in failure(capsys, *argv)
 
@@ -61,13 +64,44 @@ def test_a_wrong_option_is_one_line_that_says_what_is_legal(argv, named, capsys)
     ("rewards", {"low": 0.8}, "rewards.low"), ("rewards", {"high": 1.2}, "rewards.low"), ("rewards", {"sigma": 0.0}, "sigma"),
     ("curriculum", {"easy": 0.9}, "easy"), ("curriculum", {"probes": 0}, "probes"), ("sampler", {"temperature": 0.0}, "temperature"),
     ("sampler", {"top_p": 0.0}, "top_p"), ("generator", {"completions": 25}, "generator.completions is 25"),
-    ("solver", {"lr": 0.0}, "solver.lr"), ("specs", {"two_calls": 1.5}, "two_calls"), ("prompts", {"form": "long"}, "form")])
+    ("solver", {"lr": 0.0}, "solver.lr"), ("specs", {"two_calls": 1.5}, "two_calls"), ("prompts", {"form": "long"}, "form"), ("solver", {"steps": -1}, "solver.steps"),
+    ("curriculum", {"probe_temperature": 0.0}, "probe_temperature"), ("curriculum", {"temperature": 0.0}, "curriculum.temperature"),
+    ("curriculum", {"easy": -0.3, "medium": 1.0, "hard": 0.3}, "curriculum.easy"), ("curriculum", {"near_duplicate": 0.0}, "near_d"),
+    ("curriculum", {"min_p": 1.0}, "min_p"), ("curriculum", {"again": -1.0}, "again"), ("grpo", {"warmup": -1}, "warmup"),
+    ("grpo", {"max_grad_norm": 0.0}, "max_grad_norm"), ("grpo", {"adam_beta2": 1.0}, "adam_beta2"), ("eval", {"limit": -1}, "limit"),
+    ("grpo", {"schedule": "cosine"}, "'cosine'"), ("rewards", {"rule": "exact"}, "rule"), ("eval", {"samples": 0}, "samples"),
+    ("specs", {"one_call_menu": {}}, "one_call_menu"), ("specs", {"one_call_menu": {0: 1.0}}, "one_call_menu"),
+    ("specs", {"two_call_menu": {3: -1.0, 4: 2.0}}, "two_call_menu"), ("specs", {"two_call_menu": {3: 0.0}}, "two_call_menu")])
 def test_impossible_numbers_are_named_with_their_rule(group, changes, named):
     config = presets.nano()
     config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **changes)})
     with pytest.raises(ValueError, match=named) as error:
         presets.validate(config)
     assert "has to be" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_ablation_of_the_difficulty_reward_turns_its_term_off():
+    assert parse("--ablate", "no-difficulty").rewards.difficulty  # as asked; resolve draws the conclusion
+    assert not presets.resolve(parse("--ablate", "no-difficulty")).rewards.difficulty
+    for other in ("", "shared-weights", "frozen-generator"):
+        assert presets.resolve(parse("--ablate", other)).rewards.difficulty
+    with pytest.raises(ValueError, match="one of shared-weights, frozen-generator, no-difficulty"):
+        presets.validate(parse("--ablate", "nothing"))
+
+
+def test_programs_add_options_of_their_own():
+    def add(parser):
+        parser.add_argument("--json")
+
+    config, own = options.parse(["--json", "x", "--seed", "5"], "a program", add)
+    assert (vars(own), config.seed) == ({"json": "x"}, 5)
+
+
+def test_only_the_first_rank_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        parse("--nothing")
+    assert stop.value.code == 1 and capsys.readouterr().err == ""
 
 
 def test_a_micro_batch_holds_the_longest_sequence():

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn
 
@@ -95,16 +96,38 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def _reader(value: Any):
+def _reader(value: Any) -> Callable[[str], Any]:
+    """What turns an option's text into a value of this setting's type."""
+    def whole(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+    def number(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not math.isfinite(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+        return found
+
     def boolean(text: str) -> bool:
         if text.lower() not in ("true", "false"):
             raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
         return text.lower() == "true"
 
     def mapping(text: str) -> dict:
-        loaded = json.loads(text)
+        try:
+            loaded = json.loads(text)
+        except ValueError:
+            loaded = None
         if not isinstance(loaded, dict):
-            raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-        return {int(k): float(v) for k, v in loaded.items()}
+            raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"2": 0.5}}')
+        try:
+            return {int(k): number(v) for k, v in loaded.items()}
+        except (TypeError, ValueError):
+            raise argparse.ArgumentTypeError(f"{text!r} is no map of whole numbers to weights") from None
 
-    return {bool: boolean, int: int, float: float, dict: mapping}.get(type(value), str)
+    return {bool: boolean, int: whole, float: number, dict: mapping}.get(type(value), str)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from toolr0_core.config import (
     Config,
@@ -63,52 +65,76 @@ PRESETS: dict[str, Callable[[], Config]] = {
     **{name: (lambda name=name: paper(name)) for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "llama-3.2-3b")}}
 
 
+Rule = tuple[bool, str, object, str]  # holds, setting, its value, "it has to be ..."
+
+
 def validate(config: Config) -> None:
-    """Raises ValueError, in one sentence, for a number that cannot work: the value, the rule, the remedy."""
-    c = config
-    rules = [
-        (c.grpo.group_size >= 2, "grpo.group_size", c.grpo.group_size, "at least 2: an advantage is relative to a group"),
-        (c.iterations >= 0, "iterations", c.iterations, "0 or more"),
-        (0 <= c.rewards.low <= c.rewards.high <= 1, "rewards.low", c.rewards.low,
-         f"between 0 and rewards.high ({c.rewards.high}), which is at most 1"),
-        (c.rewards.sigma > 0, "rewards.sigma", c.rewards.sigma, "above 0"),
-        (c.curriculum.probes >= 1, "curriculum.probes", c.curriculum.probes, "at least 1"),
-        (c.curriculum.candidates >= 1, "curriculum.candidates", c.curriculum.candidates, "at least 1"),
-        (c.curriculum.keep >= 1, "curriculum.keep", c.curriculum.keep, "at least 1"),
-        (0 < c.curriculum.near_duplicate <= 1, "curriculum.near_duplicate", c.curriculum.near_duplicate, "in (0, 1]"),
-        (abs(c.curriculum.easy + c.curriculum.medium + c.curriculum.hard - 1) < 1e-6, "curriculum.easy", c.curriculum.easy,
-         "such that easy + medium + hard is 1"),
-        (c.grpo.beta >= 0, "grpo.beta", c.grpo.beta, "0 or more"),
-        (0 <= c.grpo.clip_low < 1, "grpo.clip_low", c.grpo.clip_low, "in [0, 1)"),
-        (c.grpo.clip_high >= 0, "grpo.clip_high", c.grpo.clip_high, "0 or more"),
-        (c.grpo.updates >= 1, "grpo.updates", c.grpo.updates, "at least 1"),
-        (c.sampler.temperature > 0, "sampler.temperature", c.sampler.temperature, "above 0: rollouts have to differ"),
-        (0 < c.sampler.top_p <= 1, "sampler.top_p", c.sampler.top_p, "in (0, 1]"),
-        (c.sampler.top_k >= 0, "sampler.top_k", c.sampler.top_k, "0 or more"),
-        (c.sampler.max_new_tokens >= 1, "sampler.max_new_tokens", c.sampler.max_new_tokens, "at least 1"),
-        (c.sampler.max_sequences >= 1, "sampler.max_sequences", c.sampler.max_sequences, "at least 1"),
-        (c.eval.samples >= 1, "eval.samples", c.eval.samples, "at least 1"),
-        (0 <= c.specs.multi_turn <= 1, "specs.multi_turn", c.specs.multi_turn, "in [0, 1]"),
-        (0 <= c.specs.two_calls <= 1, "specs.two_calls", c.specs.two_calls, "in [0, 1]"),
-    ]
-    for name, phase in (("generator", c.generator), ("solver", c.solver)):
-        rules += [
-            (phase.steps >= 0, f"{name}.steps", phase.steps, "0 or more"),
-            (phase.lr > 0, f"{name}.lr", phase.lr, "above 0"),
-            (phase.completions > 0 and phase.completions % max(c.grpo.group_size, 1) == 0, f"{name}.completions",
-             phase.completions, f"a multiple of grpo.group_size ({c.grpo.group_size})")]
-    words = [("grpo.scale", c.grpo.scale, ("std", "batch", "none")),
-             ("grpo.aggregation", c.grpo.aggregation, ("sequence", "token", "constant")),
-             ("grpo.schedule", c.grpo.schedule, ("linear", "constant")),
-             ("prompts.form", c.prompts.form, ("full", "compact")),
-             ("rewards.rule", c.rewards.rule, ("lenient", "strict")),
-             ("rewards.format_reduce", c.rewards.format_reduce, ("sum", "mean")),
-             ("dtype", c.dtype, ("", "float32", "bfloat16")),
-             ("ablate", c.ablate, ("", "shared-weights", "frozen-generator", "no-difficulty"))]
-    rules += [(value in legal, name, repr(value), f"one of {', '.join(filter(None, legal))}") for name, value, legal in words]
-    for ok, name, value, rule in rules:
+    """Raises ValueError, in one sentence, for a setting that cannot work: the value, the rule, the remedy."""
+    for ok, name, value, rule in (*_number_rules(config), *_phase_rules(config), *_share_rules(config), *_word_rules(config)):
         if not ok:
             raise ValueError(f"--{name} is {value}; it has to be {rule}")
+
+
+def _number_rules(c: Config) -> Iterator[Rule]:
+    """Settings with a lower bound, and some that need an explanation."""
+    yield c.grpo.group_size >= 2, "grpo.group_size", c.grpo.group_size, "at least 2: an advantage is relative to a group"
+    yield c.sampler.temperature > 0, "sampler.temperature", c.sampler.temperature, "above 0: rollouts have to differ"
+    yield (c.curriculum.probe_temperature > 0, "curriculum.probe_temperature", c.curriculum.probe_temperature,
+           "above 0: probes have to differ")
+    yield (0 <= c.rewards.low <= c.rewards.high <= 1, "rewards.low", c.rewards.low,
+           f"between 0 and rewards.high ({c.rewards.high}), which is at most 1")
+    bounds = {
+        "above 0": ("rewards.sigma", "curriculum.temperature", "grpo.max_grad_norm"),
+        "at least 1": ("curriculum.probes", "curriculum.candidates", "curriculum.keep", "grpo.updates", "eval.samples",
+                       "grpo.micro_batch_tokens", "sampler.max_new_tokens", "sampler.max_sequences"),
+        "0 or more": ("iterations", "curriculum.again", "curriculum.min_question", "curriculum.min_description", "grpo.beta",
+                      "grpo.clip_high", "grpo.weight_decay", "grpo.warmup", "sampler.top_k", "sampler.kv_gib", "eval.limit",
+                      "prompts.generator_examples", "prompts.solver_examples", "rewards.extra_call_penalty")}
+    for rule, names in bounds.items():
+        for name in names:
+            value = _get(c, name)
+            yield {"above 0": value > 0, "at least 1": value >= 1, "0 or more": value >= 0}[rule], name, value, rule
+
+
+def _phase_rules(c: Config) -> Iterator[Rule]:
+    """Both roles' steps, batches and learning rates."""
+    for name in ("generator", "solver"):
+        phase = getattr(c, name)
+        yield phase.steps >= 0, f"{name}.steps", phase.steps, "0 or more"
+        yield phase.lr > 0, f"{name}.lr", phase.lr, "above 0"
+        yield phase.max_new_tokens >= 0, f"{name}.max_new_tokens", phase.max_new_tokens, "0 (sampler.max_new_tokens) or more"
+        yield (phase.completions > 0 and phase.completions % max(c.grpo.group_size, 1) == 0, f"{name}.completions",
+               phase.completions, f"a multiple of grpo.group_size ({c.grpo.group_size})")
+
+
+def _share_rules(c: Config) -> Iterator[Rule]:
+    """Shares, and weights of menu sizes."""
+    for name in ("specs.multi_turn", "specs.two_calls", "curriculum.easy", "curriculum.medium", "curriculum.hard"):
+        yield 0 <= _get(c, name) <= 1, name, _get(c, name), "in [0, 1]"
+    for name in ("sampler.top_p", "curriculum.near_duplicate"):
+        yield 0 < _get(c, name) <= 1, name, _get(c, name), "in (0, 1]"
+    for name in ("grpo.clip_low", "grpo.adam_beta1", "grpo.adam_beta2", "curriculum.min_p"):
+        yield 0 <= _get(c, name) < 1, name, _get(c, name), "in [0, 1)"
+    mix = c.curriculum.easy + c.curriculum.medium + c.curriculum.hard
+    yield abs(mix - 1) < 1e-6, "curriculum.easy", c.curriculum.easy, f"such that easy + medium + hard is 1, not {mix:g}"
+    for name in ("specs.one_call_menu", "specs.two_call_menu"):
+        menu = _get(c, name)
+        yield (min(menu, default=0) >= 1 and min(menu.values()) >= 0 < sum(menu.values()), name, menu,
+               "menu sizes of at least 1 with weights of 0 or more, not all 0")
+
+
+def _word_rules(c: Config) -> Iterator[Rule]:
+    """Settings that are one of a few words."""
+    words = {"grpo.scale": ("std", "batch", "none"), "grpo.aggregation": ("sequence", "token", "constant"),
+             "grpo.schedule": ("linear", "constant"), "prompts.form": ("full", "compact"),
+             "rewards.rule": ("lenient", "strict"), "rewards.format_reduce": ("sum", "mean"),
+             "dtype": ("", "float32", "bfloat16"), "ablate": ("", "shared-weights", "frozen-generator", "no-difficulty")}
+    for name, legal in words.items():
+        yield _get(c, name) in legal, name, repr(_get(c, name)), f"one of {', '.join(filter(None, legal))}"
+
+
+def _get(config: Config, dotted: str) -> Any:
+    return attrgetter(dotted)(config)
 
 
 def resolve(config: Config) -> Config:
