@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolr0_core.config import RewardConfig
 from toolr0_core.evaluation.statistics import mean_interval, paired_difference, wilson
 from toolr0_core.matching import calls_equal
-from toolr0_core.parse import parse_calls
-from toolr0_core.schema import Task, Tool, ToolCall
+from toolr0_core.parse import parse_calls, parse_menu
+from toolr0_core.schema import Failure, Task, ToolCall
 
 FIGURES = ("greedy", "avg8", "pass8", "format")
 
@@ -28,54 +29,84 @@ class Row:
 
 
 def load(path: str | Path, limit: int = 0) -> list[Row]:
-    """Rows of a uniform JSONL file. Raises ValueError naming the file, line and reason of one that cannot be read."""
-    rows = []
+    """Rows of a uniform JSONL file, the first `limit` of them (0: all). Raises ValueError with file, line and reason."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"eval.data {path}: {error.strerror}; give a uniform JSONL file") from None
-    for number, line in enumerate(lines[: limit or None], 1):
-        try:
-            obj = json.loads(line)
-            golds = tuple(tuple(map(ToolCall.from_json, gold)) for gold in obj["gold"])
-            task = Task(obj["question"], tuple(map(Tool.from_json, obj["tools"])), golds[0])
-            rows.append(Row(str(obj["id"]), task, golds, obj.get("meta", {}).get("group", "")))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"eval.data {path}, line {number}: {type(error).__name__} {error}; rows need id, question, "
-                             f"tools and gold, a list of alternatives") from None
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: a question may hold a U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ValueError(f"eval.data {path}: {why}; give a uniform JSONL file") from None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        if limit and len(rows) == limit:
+            break
+        if line.strip():
+            try:
+                rows.append(_row(json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"eval.data {path}, line {number}: {error}; a row is an object with id, question, tools and "
+                                 f"gold, a list of alternatives that are lists of calls") from None
+    if not rows:
+        raise ValueError(f"eval.data {path}: no rows; give a uniform JSONL file")
     return rows
+
+
+def _row(obj: Any) -> Row:
+    """The row of one line's object. Raises ValueError with what is wrong."""
+    if not isinstance(obj, dict):
+        raise ValueError("not an object")
+    for key in ("id", "question", "tools", "gold"):
+        if key not in obj:
+            raise ValueError(f"{key} is missing")
+    question, golds, tools = obj["question"], obj["gold"], parse_menu(json.dumps(obj["tools"]))
+    if not isinstance(question, str):
+        raise ValueError("question is not a text")
+    if isinstance(tools, Failure):
+        raise ValueError(f"tools: {tools.reason}, {tools.detail}")
+    if not isinstance(golds, list) or not golds or not all(isinstance(g, list) and all(map(_is_call, g)) for g in golds):
+        raise ValueError("gold is not a list, with one entry or more, of lists of calls with a name and a map of arguments")
+    calls = tuple(tuple(map(ToolCall.from_json, gold)) for gold in golds)
+    meta = obj.get("meta")
+    group = meta.get("group", "") if isinstance(meta, dict) else ""
+    return Row(str(obj["id"]), Task(question, tools, calls[0]), calls, str(group))
+
+
+def _is_call(obj: Any) -> bool:
+    return isinstance(obj, dict) and isinstance(obj.get("name"), str) and isinstance(obj.get("arguments", {}), dict)
 
 
 def outcomes(rows: Sequence[Row], greedy: Sequence[str], sampled: Sequence[Sequence[str]],
              config: RewardConfig) -> list[dict[str, Any]]:
     """What every row came to: greedy 0 or 1, avg8 the share of right samples, pass8 0 or 1, format the share that reads."""
-    def right(row: Row, text: str) -> bool:
+    def judge(row: Row, text: str) -> tuple[bool, bool]:
+        """Whether the text is right, and whether it reads as calls at all."""
         calls = parse_calls(text, config.require_think)
-        return isinstance(calls, tuple) and any(calls_equal(calls, gold, config.rule) for gold in row.golds)
+        reads = isinstance(calls, tuple)
+        return reads and any(calls_equal(calls, gold, config.rule) for gold in row.golds), reads
 
     out = []
     for row, text, texts in zip(rows, greedy, sampled, strict=True):
-        hits = [right(row, t) for t in texts]
-        reads = [isinstance(parse_calls(t, config.require_think), tuple) for t in texts]
-        out.append({"id": row.id, "group": row.group, "greedy": float(right(row, text)), "avg8": sum(hits) / len(hits),
+        hits, reads = zip(*(judge(row, t) for t in texts))
+        out.append({"id": row.id, "group": row.group, "greedy": float(judge(row, text)[0]), "avg8": sum(hits) / len(hits),
                     "pass8": float(any(hits)), "format": sum(reads) / len(reads)})
     return out
 
 
 def summarise(per_row: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of all rows, and under "groups" those of each group of rows, where rows name groups."""
+    groups = sorted({r["group"] for r in per_row} - {""})
+    by_group = {g: _figures([r for r in per_row if r["group"] == g]) for g in groups}
+    return _figures(per_row) | ({"groups": by_group} if groups else {})
+
+
+def _figures(per_row: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Each figure with its 95 % interval: Wilson's for those of 0 and 1, the normal one of the mean for shares."""
     out: dict[str, Any] = {"n": len(per_row)}
     for name in FIGURES:
         values = [r[name] for r in per_row]
         value, low, high = mean_interval(values)
-        low, high = max(0.0, low), min(1.0, high)
-        if name in ("greedy", "pass8"):
+        if name in ("greedy", "pass8") or len(set(values)) < 2:  # equal shares do not make a figure certain
             low, high = wilson(sum(values), len(values))
-        out[name] = {"value": value, "low": low, "high": high}
-    groups = sorted({r["group"] for r in per_row} - {""})
-    if groups:
-        out["groups"] = {g: {name: mean_interval([r[name] for r in per_row if r["group"] == g])[0] for name in FIGURES}
-                         | {"n": sum(r["group"] == g for r in per_row)} for g in groups}
+        out[name] = {"value": value, "low": max(0.0, low), "high": min(1.0, high)}
     return out
 
 
@@ -86,16 +117,39 @@ def gains(base: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> di
 
 
 def print_table(summary: dict[str, Any]) -> None:
-    """Base and iterations with 95 % intervals, and the gain over the base in paired ones."""
+    """Base and iterations with 95 % intervals, the gain over the base in paired ones, and groups of tasks apart."""
+    from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"held-out tasks (n = {summary['base']['n']}), 95 % intervals")
+    table = Table(title=f"held-out tasks (n = {summary['base']['n']}), 95 % intervals", box=box.SIMPLE_HEAD)
     for head in ("", "greedy exact", "avg8 (T = 1)", "pass@8", "format", "avg8 over base (paired)"):
-        table.add_column(head, justify="left" if not head else "right", no_wrap=True)
-    for figures in (summary["base"], *summary["iterations"]):
-        cells = [f"{figures[f]['value']:.3f} [{figures[f]['low']:.3f}, {figures[f]['high']:.3f}]" for f in FIGURES]
-        gain = figures.get("gain", {}).get("avg8")
-        cells.append(f"{gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]" if gain else "")
-        table.add_row("base" if not figures["iteration"] else f"iteration {figures['iteration']}", *cells)
+        table.add_column(head, justify="right" if head else "left")
+    rounds = [summary["base"], *summary["iterations"]]
+    for figures in rounds:
+        table.add_row(_round(figures), *map(partial(_cell, figures), FIGURES), _gain(figures))
+    for group in summary["base"].get("groups", {}):
+        table.add_section()
+        table.add_row(f"{escape(group)} (n = {summary['base']['groups'][group]['n']})")
+        for figures in rounds[:: max(1, len(rounds) - 1)]:  # base and last
+            table.add_row(f"  {_round(figures)}", *map(partial(_cell, figures["groups"][group]), FIGURES))
     Console(width=None if Console().is_terminal else 140).print(table)
+
+
+def _round(figures: dict[str, Any]) -> str:
+    return f"iteration {figures['iteration']}" if figures["iteration"] else "base"
+
+
+def _cell(figures: dict[str, Any], name: str) -> str:
+    return _interval(figures[name], ".3f")
+
+
+def _gain(figures: dict[str, Any]) -> str:
+    return _interval(figures["gain"]["avg8"], "+.3f") if "gain" in figures else ""
+
+
+def _interval(figure: dict[str, float], form: str) -> str:
+    """.416 [.381, .451]"""
+    value, low, high = (f"{figure[k]:{form}}".replace("0.", ".", 1) for k in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"

@@ -31,3 +31,12 @@ def mean_interval(values: Sequence[float], z: float = Z95) -> tuple[float, float
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
     """Mean of after - before on the same tasks, with its 95 % interval."""
     return mean_interval([b - a for a, b in zip(before, after, strict=True)])
+
+
+def mcnemar(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float]:
+    """Tasks lost, tasks won, and the two-sided p-value of McNemar's exact test; outcomes are 0 or 1 on the same tasks."""
+    pairs = list(zip(before, after, strict=True))
+    lost, won = pairs.count((1, 0)), pairs.count((0, 1))
+    n = lost + won
+    tail = sum(math.comb(n, i) for i in range(min(lost, won) + 1))  # whole numbers: no underflow for any n
+    return lost, won, min(1.0, 2 * tail / 2**n)
