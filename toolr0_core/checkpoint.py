@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,7 +19,7 @@ TENSORS, STATE = "tensors.safetensors", "state.json"
 
 
 def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
-    """Writes folder/name whole or not at all, then drops all but the newest `keep`.
+    """Writes folder/name whole or not at all, then drops all but the newest `keep` of those that can be read.
 
     Raises ValueError where the disk cannot hold it; what stood there before stays.
     """
@@ -28,23 +30,21 @@ def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, A
         raise ValueError(f"{folder}: {free / 2**20:,.0f} MiB are free and a checkpoint needs {need / 2**20:,.0f}; make room, "
                          f"then go on with --resume auto")
     part = folder / f".{name}.part"
-    shutil.rmtree(part, ignore_errors=True)
+    for stale in (part, *folder.glob(".*.part")):  # also of a save that was killed
+        shutil.rmtree(stale, ignore_errors=True)
     try:
         part.mkdir()
         save_file({k: t.detach().contiguous() for k, t in tensors.items()}, part / TENSORS)
         record = {"sha256": _digest(part / TENSORS), "order": _next_order(folder), "state": state}
-        with (part / STATE).open("w") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        final = folder / name
-        shutil.rmtree(final, ignore_errors=True)
-        part.rename(final)
-    except OSError as error:
+        (part / STATE).write_text(json.dumps(record))
+        for path in (part / TENSORS, part / STATE, part):
+            _fsync(path)
+        final = _swap_in(part, folder / name)
+    except (OSError, SafetensorError) as error:  # a full disk comes as either, after whoever meets it
         shutil.rmtree(part, ignore_errors=True)
-        raise ValueError(f"{folder}: the checkpoint {name} could not be written ({error.strerror or error}); the former one is "
+        raise ValueError(f"{folder}: the checkpoint {name} could not be written ({error}); the former one is "
                          f"whole: make room, then go on with --resume auto") from error
-    for old in _by_age(folder)[keep:]:
+    for old in [p for p in _by_age(folder) if _order(p) != math.inf][keep:]:  # damaged ones do not crowd out whole ones
         shutil.rmtree(old)
     return final
 
@@ -57,26 +57,48 @@ def latest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
             if _digest(path / TENSORS) != record["sha256"]:
                 raise ValueError("its tensors do not match their hash")
             return load_file(path / TENSORS), record["state"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             print(f"checkpoint {path} is damaged and skipped: {error}", file=sys.stderr)
     return None
 
 
+def _swap_in(part: Path, final: Path) -> Path:
+    """Renames part to final. What stood there steps aside first, since a directory cannot be renamed over, under a name that
+    `latest` still finds."""
+    aside = final.with_name(f".{final.name}.former")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    part.rename(final)
+    _fsync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def _fsync(path: Path) -> None:
+    """Waits until a file, or a directory's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _by_age(folder: Path) -> list[Path]:
     """Checkpoints, newest first; one without a readable order counts as the newest, so that it gets named."""
-    found = [p for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")] if folder.is_dir() else []
+    found = [p for p in folder.glob("*") if p.is_dir() and p.suffix != ".part"] if folder.is_dir() else []
     return sorted(found, key=_order, reverse=True)
 
 
 def _order(path: Path) -> float:
     try:
-        return json.loads((path / STATE).read_text())["order"]
-    except (OSError, ValueError, KeyError):
-        return float("inf")
+        return int(json.loads((path / STATE).read_text())["order"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _next_order(folder: Path) -> int:
-    return 1 + max((int(o) for o in map(_order, _by_age(folder)) if o != float("inf")), default=0)
+    return 1 + max((int(o) for o in map(_order, _by_age(folder)) if o != math.inf), default=0)
 
 
 def _digest(path: Path) -> str:
