@@ -11,12 +11,16 @@ from dataclasses import dataclass
 
 from toolr0_core.config import CurriculumConfig, RewardConfig
 from toolr0_core.parse import parse_task
-from toolr0_core.rewards import is_placeholder, is_valid, obeys
+from toolr0_core.rewards import is_placeholder, is_valid, obeys, width
 from toolr0_core.schema import Failure, Task, TaskSpec
 
 BUCKETS = ("easy", "medium", "hard")
 _TYPES = {"string", "integer", "number", "boolean"}
 _BANNED_NAMES = {"tool", "function", "api", "call"}
+# what a model answers without tools (A7.2): always, and where the one call has no more than one argument
+_TRIVIAL = re.compile(r"\b(?:capital of|define|explain|summarize|poem|joke)\b", re.IGNORECASE)
+_TRIVIAL_ALONE = re.compile(r"\b(?:what|who|when|where)(?:'s| is| are| was| were)\b", re.IGNORECASE)
+_DUMMY = re.compile(r"dummy|placeholder", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,10 @@ def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewar
     task = parse_task(text, rewards.require_think)
     if isinstance(task, Failure):
         return task
-    if is_placeholder(task.question) or len(task.question) < config.min_question:
+    if is_placeholder(task.question) or width(task.question) < config.min_question:
         return Failure("placeholder", "a question too short or an echo of the prompt")
+    if config.drop_trivial and is_trivial(task):
+        return Failure("trivial", "a question that needs no tool")
     for tool in task.tools:
         if len(tool.name) <= 2 or tool.name.lower() in _BANNED_NAMES:
             return Failure("bad_menu", f"tool name {tool.name[:40]!r}")
@@ -43,11 +49,19 @@ def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewar
             return Failure("bad_menu", f"{tool.name[:40]!r} has no flat typed parameters")
     if not task.gold:
         return Failure("bad_calls", "no call")
+    if any(isinstance(value, (list, dict)) for call in task.gold for value in call.arguments.values()):
+        return Failure("bad_calls", "an argument that is no plain value")
     if not is_valid(task, rewards):
         return Failure("invalid", "a gold call that its menu or question does not support")
     if config.require_spec and not obeys(task, spec):
         return Failure("off_spec", f"{len(task.tools)} tools and {len(task.gold)} calls")
     return Task(task.question, task.tools, task.gold, spec)
+
+
+def is_trivial(task: Task) -> bool:
+    """Whether a question asks for knowledge or prose instead of a tool, by the words of A7.2."""
+    alone = len(task.gold) == 1 and len(task.gold[0].arguments) <= 1
+    return bool(_TRIVIAL.search(task.question) or (alone and _TRIVIAL_ALONE.search(task.question)))
 
 
 def signature(task: Task) -> str:
@@ -60,7 +74,8 @@ def signature(task: Task) -> str:
 
 def quality(task: Task) -> float:
     """Which of several equal tasks to keep (A7.3)."""
-    return min(1, len(task.question) / 220) + min(1, len(task.gold) / 3) + min(1, len(task.tools) / 4)
+    return (min(1, len(task.question) / 220) + min(1, len(task.gold) / 3) + min(1, len(task.tools) / 4)
+            - bool(_DUMMY.search(task.question)))
 
 
 def deduplicate(tasks: Sequence[Task], near_duplicate: float = 0.85) -> list[Task]:
@@ -83,23 +98,29 @@ def _drop_near(tasks: list[Task], threshold: float) -> list[Task]:
         mine = _shingles(task)
         hashed = MinHash(num_perm=128, seed=1)
         hashed.update_batch(list(mine))
-        near = [k for k in index.query(hashed) if len(mine & shingles[k]) >= threshold * len(mine | shingles[k])]
-        if not any(_same_values(task, tasks[int(k)]) for k in near):
+        if not any(_similar(mine, shingles[k], threshold) for k in index.query(hashed)):
             index.insert(str(i), hashed)
             shingles[str(i)] = mine
             kept.append(task)
     return kept
 
 
+def _similar(a: set[bytes], b: set[bytes], threshold: float) -> bool:
+    """Whether the Jaccard similarity reaches the threshold."""
+    common = len(a & b)
+    return common >= threshold * (len(a) + len(b) - common)
+
+
 def _shingles(task: Task, size: int = 5) -> set[bytes]:
-    """Runs of characters of the question and the menu's names."""
+    """Runs of characters of the question and the menu's names, marked with the gold values.
+
+    Near-equal texts with other values are other tasks, for copying the value is what is learned: the mark leaves them
+    nothing in common, so that a pool made from one template is compared in linear time.
+    """
+    values = repr([sorted(map(str, call.arguments.values())) for call in task.gold])
+    mark = hashlib.sha1(values.encode("utf-8", "surrogatepass")).digest()[:8]
     text = f"{task.question.lower()} {' '.join(sorted(t.name for t in task.tools))}"
-    return {text[j: j + size].encode("utf-8", "surrogatepass") for j in range(max(1, len(text) - size + 1))}
-
-
-def _same_values(a: Task, b: Task) -> bool:
-    """Near-equal texts with other gold values are other tasks: copying the value is what is learned."""
-    return [sorted(map(str, c.arguments.values())) for c in a.gold] == [sorted(map(str, c.arguments.values())) for c in b.gold]
+    return {mark + text[j: j + size].encode("utf-8", "surrogatepass") for j in range(max(1, len(text) - size + 1))}
 
 
 def bucket(p: float, low: float = 0.25, high: float = 0.75) -> str | None:
@@ -118,8 +139,9 @@ def select(candidates: Sequence[Candidate], n: int, seed: int, config: Curriculu
            wanted: dict[tuple[int, int], float] | None = None) -> list[Candidate]:
     """Up to n candidates, one at a time: of the shape that lags its share most, then the bucket, then the domain.
 
-    wanted: share of each shape (specs.shape_shares); None, or shape_quotas off, balances none. Where shapes are balanced
-    and a number of calls is scarce, fewer than n are taken, so that it keeps most of its share (`supported`).
+    wanted: share of each shape (specs.shape_shares); None, or shape_quotas off, balances none. Where shapes are balanced,
+    others come last, and where a number of calls is scarce fewer than n are taken, so that it keeps most of its share
+    (`supported`).
     """
     c = config or CurriculumConfig()
     pool = [x for x in candidates if bucket(x.p)]
@@ -131,8 +153,8 @@ def select(candidates: Sequence[Candidate], n: int, seed: int, config: Curriculu
     shapes, levels = wanted or {(): 1.0}, {"easy": c.easy, "medium": c.medium, "hard": c.hard}
     chosen: list[Candidate] = []
     by_shape, by_level, by_domain = Counter(), Counter(), Counter()
-    for _ in range(min(len(pool), n, supported(pool, wanted) if wanted else n)):
-        s = max(supply, key=lambda k: shapes.get(k, 0) * (len(chosen) + 1) - by_shape[k])
+    for _ in range(supported(pool, n, wanted) if wanted else min(len(pool), n)):
+        s = max(supply, key=lambda k: (k in shapes, shapes.get(k, 0) * (len(chosen) + 1) - by_shape[k]))
         level = max(supply[s], key=lambda k: levels[k] * (len(chosen) + 1) - by_level[k])
         domain = min(supply[s][level], key=lambda k: by_domain[k])
         x = supply[s][level][domain].pop()
@@ -145,13 +167,17 @@ def select(candidates: Sequence[Candidate], n: int, seed: int, config: Curriculu
     return chosen
 
 
-def supported(pool: Sequence[Candidate], wanted: dict[tuple[int, int], float]) -> int:
-    """How many rows leave each number of calls that occurs with three quarters of its share; a few in any case."""
+def supported(pool: Sequence[Candidate], n: int, wanted: dict[tuple[int, int], float]) -> int:
+    """How many of n rows leave each number of calls that occurs with three quarters of its share.
+
+    At least a quarter of what there is, and 16: one lone two-call task must not cost a phase its other rows.
+    """
     have, shares = Counter(len(x.task.gold) for x in pool), Counter()
     for (calls, _), share in wanted.items():
         shares[calls] += share
+    there_is = min(len(pool), n)
     limits = [int(have[calls] / (0.75 * share)) for calls, share in shares.items() if have[calls]]
-    return max(min(limits, default=len(pool)), 16)
+    return min(there_is, max(min(limits, default=there_is), there_is // 4, 16))
 
 
 def _domain(candidate: Candidate) -> str:

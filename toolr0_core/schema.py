@@ -23,6 +23,9 @@ FAILURE_REASONS = (
     "duplicate_key",  # an object repeats a key
     "bad_calls",  # the answer reads as JSON but is not a list of calls
     "truncated",  # generation ended at its length limit
+    "invalid",  # a gold call that its menu or its question does not support
+    "off_spec",  # another menu size or number of calls than asked for
+    "trivial",  # a question that needs no tool
 )
 
 
