@@ -1,17 +1,15 @@
-"""grpo and packing: hand-computed numbers, an eager fp64 reference, and the faults that other trainers shipped."""
+"""grpo: hand-computed numbers, an eager fp64 reference, and the faults that other trainers shipped."""
 
+import copy
 import dataclasses
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from toolr0_core.config import GrpoConfig
 from toolr0_core.distributed import World
 from toolr0_core.grpo import Trainer, group_advantages, token_loss, token_weights, toy
-from toolr0_core.packing import collate, make_rows, micro_batches, spread
 from toolr0_core.schema import Completion, Prompt, Reward, Scored
 
 ONE = World(0, 1, torch.device("cpu"), False)
@@ -212,29 +210,94 @@ def test_the_toy_learns(capsys):
     assert curve[0] < 0.2 and curve[-1] > 0.7 and "loss is 0" in capsys.readouterr().out
 
 
-# -- packing --------------------------------------------------------------------------------------------------------------
+def resumed(model, trainer, config):
+    """A trainer that goes on from another's state with its weights, as after a restart."""
+    other = copy.deepcopy(model)
+    again = Trainer(other, config, ONE, trainer.lr, trainer.steps)
+    again.load_state({k: v.clone() for k, v in trainer.state().items()}, trainer.done)
+    return other, again
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=25), st.integers(20, 60), st.integers(1, 5))
-def test_every_completion_is_packed_once_within_the_budget(spec, budget, ranks):
-    groups, completions = [g for g, _ in spec], [tuple(range(n)) for _, n in spec]
-    prompts = [tuple(range(g + 2)) for g in groups]
-    rows = make_rows(prompts, completions, groups, budget)
-    assert sorted(i for row in rows for i in row.members) == [i for i, c in enumerate(completions) if c]
-    assert all(row.tokens <= budget and row.prompt == prompts[i] for row in rows for i in row.members)
-    shares = spread(rows, ranks)
-    assert sorted(map(id, sum(shares, []))) == sorted(map(id, rows))
-    packs = [batch for share in shares for batch in micro_batches(share, budget)]
-    assert all(sum(r.tokens for r in batch) <= budget for batch in packs) and sum(map(len, packs)) == len(rows)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_resumed_trainer_goes_on_exactly_and_against_the_same_reference(tiny, beta):
+    model, (rows, rewards), config = tiny(), rollouts(), GrpoConfig(beta=beta, warmup=1)
+    trainer = Trainer(model, config, ONE, lr=1e-3, steps=5)
+    for _ in range(2):
+        trainer.step(rows, rewards)
+    other, again = resumed(model, trainer, config)
+    assert trainer.step(rows, rewards) == again.step(rows, rewards)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+    assert beta == 0 or trainer.step(rows, rewards)["kl"] > 1e-6  # of the weights at the phase's start, not at the restart
 
 
-def test_a_completion_over_the_budget_is_refused_with_numbers():
-    with pytest.raises(ValueError, match="prompt of 3 tokens with a completion of 9 .* 10"):
-        make_rows([(1, 2, 3)], [tuple(range(9))], [0], 10)
+def test_text_that_was_put_in_is_left_out_of_loss_and_figures(tiny):
+    (rows, rewards), g = rollouts(), torch.Generator().manual_seed(3)
+    sampled = [tuple(bool(x) for x in torch.rand(len(r.completion.token_ids), generator=g) < 0.6) for r in rows]
+    rows = [dataclasses.replace(r, completion=dataclasses.replace(r.completion, sampled=s)) for r, s in zip(rows, sampled)]
+    model, config = tiny(), GrpoConfig(beta=0.0, aggregation="token")
+    got, stats = gradients(model, config, rows, rewards)
+    advantage = group_advantages(torch.tensor(rewards), torch.tensor([r.group for r in rows]))
+    assert stats["tokens"] == sum(sum(s) for s, a in zip(sampled, advantage) if a) < sum(map(len, sampled))
+    model.zero_grad()
+    for row, keep, a in zip(rows, sampled, advantage):
+        ids, n = [*row.prompt.token_ids, *row.completion.token_ids], len(keep)
+        logp = model.logits(torch.tensor([ids]))[0, -n - 1: -1].log_softmax(-1).gather(1, torch.tensor(ids[-n:])[:, None])[:, 0]
+        (-(logp * torch.tensor(keep)).sum() * a / sum(map(sum, sampled))).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (got - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_collated_rows_point_at_what_they_predict():
-    batch = collate(make_rows([(5, 6)] * 2, [(7, 8), (9,)], [0, 0], 100), "cpu")
-    assert batch.ids_N.tolist() == [5, 6, 7, 8, 9] and batch.positions_N.tolist() == [0, 1, 2, 3, 2]
-    assert batch.source_M.tolist() == [1, 2, 1] and batch.target_M.tolist() == [7, 8, 9]
-    assert batch.member_M.tolist() == [0, 0, 1] and batch.place_M.tolist() == [0, 1, 0]
+def test_an_empty_completion_and_a_missing_reward_are_left_out(tiny):
+    rows, rewards = rollouts(groups=2, size=3)
+    empty = dataclasses.replace(rows[0], completion=Completion((), (), "stop"))
+    got, stats = gradients(tiny(), GrpoConfig(beta=0.1), [empty, *rows], [1.0, *rewards])
+    alone, _ = gradients(tiny(), GrpoConfig(beta=0.1), rows, rewards)
+    assert torch.allclose(got, alone, atol=1e-7)
+    got, _ = gradients(tiny(), GrpoConfig(beta=0.1), [rows[0], *rows], [math.nan, *rewards])
+    assert torch.allclose(got, alone, atol=1e-7)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_weights(tiny):
+    model, (rows, rewards) = tiny(), rollouts()
+    with torch.no_grad():
+        model.norm.weight[0] = math.inf
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        Trainer(model, GrpoConfig(beta=0.0), ONE, lr=1e-3, steps=5).step(rows, rewards)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("budget", [10_000, 30])
+def test_statistics_are_those_of_all_tokens_that_learn(tiny, budget):
+    """Means and largest values by hand, whatever the micro-batches; a member with advantage 0 is dropped from them too."""
+    model, (rows, rewards) = tiny(), rollouts()
+    config = GrpoConfig(beta=0.0, updates=2, clip_low=0.3, clip_high=0.5, micro_batch_tokens=budget)
+    advantage = group_advantages(torch.tensor(rewards), torch.tensor([r.group for r in rows]))
+    ratio, a, gap, entropy = [], [], [], []
+    for row, x in zip(rows, advantage):
+        if x == 0:
+            continue
+        ids, n = [*row.prompt.token_ids, *row.completion.token_ids], len(row.completion.token_ids)
+        logs = model.logits(torch.tensor([ids]))[0, -n - 1: -1].log_softmax(-1).detach()
+        logp = logs.gather(1, torch.tensor(ids[-n:])[:, None])[:, 0]
+        gap.append((logp - torch.tensor(row.completion.logprobs)).abs())
+        ratio.append((logp - torch.tensor(row.completion.logprobs)).exp())
+        entropy.append(-(logs.exp() * logs).sum(-1))
+        a.append(x.expand(n))
+    ratio, a, gap, entropy = map(torch.cat, (ratio, a, gap, entropy))
+    stats = Trainer(model, config, ONE, lr=0.0, steps=5).step(rows, rewards)
+    expected = {"ratio": ratio.mean(), "ratio_max": ratio.max(), "logp_gap": gap.mean(), "logp_gap_max": gap.max(),
+                "entropy": entropy.mean(), "clipped_low": ((ratio < 0.7) & (a < 0)).float().mean(),
+                "clipped_high": ((ratio > 1.5) & (a > 0)).float().mean(), "tokens": len(ratio)}
+    assert {k: stats[k] for k in expected} == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-3)
+    assert 0 < stats["clipped_low"] < 1 and 0 < stats["clipped_high"] < 1
+
+
+def test_ratios_are_of_the_last_update_and_the_gap_of_the_first(tiny):
+    from toolr0_core.sampler import Sampler, SamplingParams
+
+    model = tiny()
+    drawn = Sampler(model).generate([[1, 2, 3]], SamplingParams(n=4, max_new_tokens=7))[0]
+    rows = [Scored(Prompt((1, 2, 3), ""), c, Reward(0.0), 0) for c in drawn]
+    stats = Trainer(model, GrpoConfig(beta=0.0, updates=3, schedule="constant"), ONE, lr=1e-3, steps=5).step(rows, [0, 1, 2, 3])
+    assert stats["logp_gap_max"] < 1e-4 and stats["ratio_max"] > 1.001

@@ -48,10 +48,17 @@ class World:
 
     def sum_dict(self, values: dict[str, Tensor]) -> dict[str, float]:
         """Sums over ranks, in one reduction and one host read; every rank has the same names."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max_dict(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """The same with the largest of all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: dict[str, Tensor], op: dist.ReduceOp) -> dict[str, float]:
         names = sorted(values)
         total = torch.stack([values[n].double() for n in names])
         if self.size > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, op)
         return dict(zip(names, total.tolist()))
 
     def any(self, flag: bool) -> bool:
@@ -130,6 +137,9 @@ def setup(timeout_minutes: int = 30) -> World:
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda and local >= torch.cuda.device_count():
+        raise ValueError(f"process {local} has no GPU, this machine has {torch.cuda.device_count()}; start one process per "
+                         f"GPU, with --nproc_per_node={torch.cuda.device_count()}")
     if cuda:
         torch.cuda.set_device(device)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ

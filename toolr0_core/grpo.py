@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from toolr0_kernels import linear_logprob
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from toolr0_core.config import GrpoConfig
 from toolr0_core.distributed import World
@@ -123,7 +124,8 @@ class Trainer:
         stats: dict[str, float] = {}
         for update in range(c.updates):
             self._schedule(update)
-            stats = self._update(rows, batches, advantages_B, weights_BT) | stats  # the first update's figures are kept
+            gaps = {k: v for k, v in stats.items() if k.startswith("logp_gap")}  # of the weights that sampled: the first's
+            stats = self._update(rows, batches, advantages_B, weights_BT) | gaps
         self.done += 1
         self.world.copy_weights(self.trained, self.model)
         uneven = {int(g) for g, a in zip(groups_B, advantages_B) if a != 0}
@@ -132,8 +134,8 @@ class Trainer:
                         "length": sum(len(r.completion.token_ids) for r in rows) / len(rows)}
 
     def _weights(self, rows: Sequence[Scored], usable_B: Tensor) -> Tensor:
-        lengths_B1 = torch.tensor([[len(row.completion.token_ids)] for row in rows])
-        mask_BT = (torch.arange(int(lengths_B1.max()))[None] < lengths_B1) & usable_B[:, None]
+        drawn = [torch.tensor(c.sampled or [True] * len(c.token_ids), dtype=torch.bool) for c in (r.completion for r in rows)]
+        mask_BT = pad_sequence(drawn, batch_first=True) & usable_B[:, None]  # text that was put in is not the model's doing
         return token_weights(mask_BT, self.config.aggregation, self.max_length)
 
     def _batches(self, rows: Sequence[Scored], learns_B: Tensor) -> list[tuple[MicroBatch, bool]]:
@@ -152,10 +154,9 @@ class Trainer:
     def _update(self, rows: Sequence[Scored], batches: list[tuple[MicroBatch, bool]], advantages_B: Tensor,
                 weights_BT: Tensor) -> dict[str, float]:
         """Gradients of all micro-batches, clipped, one optimiser step; sums over ranks of the token statistics."""
-        off_policy = self.config.updates > 1
         length = weights_BT.shape[1]
         sampled_BT = torch.tensor([[*r.completion.logprobs, *[0.0] * (length - len(r.completion.logprobs))] for r in rows])
-        sums: dict[str, Tensor] = {}
+        sums, tops = {}, {}
         self.optimizer.zero_grad()
         for batch, counts in batches:
             pick = lambda x_BT, b=batch: x_BT.to(b.member_M.device)[b.member_M, b.place_M]  # noqa: E731
@@ -164,22 +165,28 @@ class Trainer:
             advantage_M = advantages_B.to(weight_M.device)[batch.member_M]
             ref_M = self._logprobs(self.reference, batch)[0] if self.reference else None
             logp_M, entropy_M = self._logprobs(self.trained, batch)
-            loss_M, stats = token_loss(logp_M, sampled_M if off_policy else None, advantage_M, ref_M, self.config.beta,
-                                       self.config.clip_low, self.config.clip_high)
+            loss_M, stats = token_loss(logp_M, sampled_M if self.config.updates > 1 else None, advantage_M, ref_M,
+                                       self.config.beta, self.config.clip_low, self.config.clip_high)
             (loss_M * weight_M).sum().backward()
             gap_M = (logp_M.detach() - sampled_M).abs()
             stats |= {"entropy": entropy_M.detach(), "logp_gap": gap_M, "tokens": torch.ones_like(gap_M)}
+            seen_M = weight_M > 0
             for name, value in stats.items():
-                sums[name] = sums.get(name, 0) + (value * counts).sum()
+                sums[name] = sums.get(name, 0) + (value * seen_M).sum()
+            for name in ("ratio", "logp_gap"):
+                tops[name] = torch.maximum((stats[name] * seen_M).max(), tops.get(name, torch.zeros_like(weight_M[0])))
             sums["loss"] = sums.get("loss", 0) + (loss_M.detach() * weight_M).sum()
         if not batches:  # every group was flat: there is nothing to learn, and no step
             return {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0}
-        norm = torch.nn.utils.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm)
+        norm = self.world.item(torch.nn.utils.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm} and the weights are as before the step; lower the learning "
+                                     f"rate, or look for NaN in the model")
         self.optimizer.step()
-        totals = self.world.sum_dict(sums)
+        totals, largest = self.world.sum_dict(sums), self.world.max_dict(tops)
         tokens = max(totals["tokens"], 1.0)
         means = {k: v if k in ("loss", "tokens") else v / tokens for k, v in totals.items()}
-        return means | {"grad_norm": self.world.item(norm)}
+        return means | {f"{k}_max": v for k, v in largest.items()} | {"grad_norm": norm}
 
     def _logprobs(self, model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log-prob and entropy of the batch's completion tokens, at the temperature that sampled them."""
@@ -190,15 +197,19 @@ class Trainer:
             return model(batch.ids_N, batch.positions_N, batch.attend, head)
 
     def state(self) -> dict[str, Tensor]:
-        """The optimiser's moments, whole, on the CPU, by parameter name; with `done`, all that a phase needs to go on."""
+        """The optimiser's moments, by parameter name, and the reference; whole, on the CPU. With `done` and the weights, all
+        that a phase needs to go on."""
         named = [(n, self.optimizer.state.get(p, {})) for n, p in self.trained.named_parameters()]
+        named += [(n, {"reference": p}) for n, p in (self.reference.named_parameters() if self.reference else ())]
         return {f"{kind}.{name}": self.world.whole(value) for name, s in named for kind, value in s.items()}
 
     def load_state(self, state: dict[str, Tensor], done: int) -> None:
         """What `state` returned, at any number of ranks."""
         self.done = done
+        if self.reference:  # the model that entered the phase, not the one that goes on
+            self.reference.load_state_dict({k[len("reference."):]: v for k, v in state.items() if k.startswith("reference.")})
         for name, p in self.trained.named_parameters():
-            kinds = {k.split(".", 1)[0]: v for k, v in state.items() if k.split(".", 1)[1] == name}
+            kinds = {k: state[f"{k}.{name}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in state}
             self.optimizer.state[p] = {k: v if k == "step" else self.world.like(v, p) for k, v in kinds.items()}
 
     def _schedule(self, update: int) -> None:

@@ -46,7 +46,8 @@ def make_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[i
               budget: int) -> list[Row]:
     """Rows of at most `budget` tokens; a group that does not fit in one is split, with the prompt in each part.
 
-    Raises ValueError where one prompt with one completion is longer than the budget.
+    Raises ValueError where one prompt with one completion is longer than the budget, where a group has several prompts, and
+    where a prompt is empty: nothing would predict a completion's first token.
     """
     by_group: dict[int, list[int]] = {}
     for i, group in enumerate(groups):
@@ -57,6 +58,9 @@ def make_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[i
         prompt, part, size = tuple(prompts[members[0]]), [], 0
         for i in members:
             need = len(completions[i])
+            if not prompt or tuple(prompts[i]) != prompt:
+                raise ValueError(f"completion {i} has a prompt of {len(prompts[i])} tokens, the first of its group {groups[i]} "
+                                 f"one of {len(prompt)}; a group shares one prompt, of one token or more")
             if len(prompt) + need > budget:
                 raise ValueError(f"a prompt of {len(prompt)} tokens with a completion of {need} is longer than "
                                  f"grpo.micro_batch_tokens {budget}; raise it or lower max_new_tokens")
