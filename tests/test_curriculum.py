@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolr0_core import curriculum
 from toolr0_core.config import CurriculumConfig, RewardConfig, SpecConfig
 from toolr0_core.curriculum import (
     BUCKETS,
@@ -20,7 +21,7 @@ from toolr0_core.curriculum import (
     statistics,
     structural_filter,
 )
-from toolr0_core.schema import Failure, Task, TaskSpec, Tool, ToolCall
+from toolr0_core.schema import FAILURE_REASONS, Failure, Task, TaskSpec, Tool, ToolCall
 from toolr0_core.specs import shape_shares
 
 MENU = ('[{"name":"book_room","description":"Books a room","parameters":{"city":{"type":"string"},"day":{"type":"string"}},'
@@ -60,6 +61,34 @@ def test_fences_and_other_scripts_pass_as_they_do_in_the_reward():
     assert isinstance(filtered(chinese.replace('"Friday"', '"星期五"'), min_question=10), Task)  # fault 17
 
 
+def test_every_reason_of_the_filter_is_of_the_closed_set():
+    texts = [GOOD.replace(old, new) for old, new in [
+        ("book_room", "ab"), ("Rome on", "Oslo on"), ("Please book a room", "Explain a poem on a room"), ("</think>", ""),
+        ('"Friday"}', '["Friday"]}')]]
+    reasons = {filtered(text).reason for text in [*texts, "", "x" * 300_000]} | {
+        structural_filter(GOOD, TaskSpec("travel", "single_turn", 3, 1), CurriculumConfig(require_spec=True), RewardConfig()).reason}
+    assert {"trivial", "invalid", "off_spec", "bad_calls", "too_long", "empty"} <= reasons <= set(FAILURE_REASONS)
+
+
+@pytest.mark.parametrize("question, arguments, trivial", [
+    ("What is the capital of France, please?", 2, True), ("Tell me a joke about a cat in Rome.", 2, True), ("Who is the mayor of Rome?", 1, True),
+    ("Who is the mayor of Rome?", 2, False), ("Where's my parcel from Rome?", 1, True), ("Predefine a room in Rome", 1, False),
+    ("Book a room in Rome.", 1, False)])
+def test_questions_that_need_no_tool(question, arguments, trivial):
+    call = ToolCall("f", dict.fromkeys("abc"[:arguments], "Rome"))
+    assert curriculum.is_trivial(Task(question, (), (call,))) is trivial
+
+
+def test_trivial_questions_pass_where_the_option_is_off():
+    text = GOOD.replace("Please book", "Explain how to book")
+    assert filtered(text).reason == "trivial" and isinstance(filtered(text, drop_trivial=False), Task)
+
+
+def test_a_short_question_in_chinese_is_no_short_question():
+    chinese = GOOD.replace("Please book a room in Rome on Friday.", "请帮我预订星期五的北京酒店房间").replace('"Rome"', '"北京"')
+    assert isinstance(filtered(chinese.replace('"Friday"', '"星期五"')), Task)  # 15 characters, by default 25 are asked for
+
+
 def test_spec_compliance_is_an_option():
     other = TaskSpec("travel", "single_turn", 3, 1)
     config = CurriculumConfig(require_spec=True)
@@ -79,6 +108,25 @@ def test_near_duplicates_go_but_other_values_stay():
     near = deduplicate([task(long + "."), task(long + "!"), task(long.replace("Rome", "Oslo"), value="Oslo")])
     assert len(near) == 2
     assert len(deduplicate([task(long + "."), task(long + "!")], 1.0)) == 2
+
+
+def test_a_large_pool_made_from_one_template_is_compared_quickly():
+    """What a collapsed Generator writes; comparing all pairs would take minutes. Operations are counted, not seconds."""
+    pool = [task(f"Please book a quiet room for the whole family at the sea, number {'abcdefghij'[i % 10]}{i}", value=f"v{i}")
+            for i in range(400)]
+    pool = [Task(f"{t.question} {chr(97 + i % 26)}{chr(97 + i // 26)}", t.tools, t.gold, t.spec) for i, t in enumerate(pool)]
+    compared, real = [], curriculum._similar
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curriculum, "_similar", lambda *a: compared.append(1) or real(*a))
+        assert len(deduplicate(pool)) == len(pool)
+    assert len(compared) < len(pool)
+
+
+def test_the_better_of_equal_tasks_is_kept():
+    short, long = task("Book 1 room."), task("Book 1  room.")
+    dummy = task("Use dummy 1 to book a room in Rome for two of us.")
+    assert deduplicate([short, task("book 2 room.", value="other"), long])[0] is long
+    assert curriculum.quality(dummy) < curriculum.quality(short)
 
 
 @pytest.mark.parametrize("p, expected", [(0, None), (1 / 8, "hard"), (0.25, "medium"), (0.75, "medium"), (7 / 8, "easy"), (1, "easy")])
@@ -123,6 +171,40 @@ def test_scarce_calls_limit_the_selection_so_that_they_keep_three_quarters_of_th
     pool = [Candidate(task(f"q{i}", 1, 2), 0.5) for i in range(100)] + [Candidate(task(f"r{i}", 2, 3), 0.5) for i in range(10)]
     chosen = select(pool, 100, 0, CurriculumConfig(), wanted)
     assert len(chosen) == 66 and sum(shape(x.task) == (2, 3) for x in chosen) == 10
+
+
+def test_one_scarce_task_does_not_cost_the_others_their_place():
+    wanted = {(1, 2): 0.8, (2, 3): 0.2}
+    pool = [Candidate(task(f"q{i}", 1, 2), 0.5) for i in range(1000)] + [Candidate(task("r", 2, 3), 0.5)]
+    assert len(select(pool, 400, 0, CurriculumConfig(), wanted)) == 100  # a quarter, where three quarters of .2 would leave 6
+    assert len(select(pool, 400, 0, CurriculumConfig(shape_quotas=False), wanted)) == 400
+
+
+def test_shapes_that_nobody_asked_for_come_last():
+    wanted = {(1, 2): 0.5, (1, 3): 0.5}
+    pool = [Candidate(task(f"q{i}", 1, 2), 0.5) for i in range(30)] + [Candidate(task(f"r{i}", 1, 4), 0.5) for i in range(30)]
+    chosen = select(pool, 40, 0, CurriculumConfig(), wanted)
+    assert [shape(x.task) for x in chosen] == [(1, 2)] * 30 + [(1, 4)] * 10
+
+
+def test_ten_thousand_candidates_are_selected_and_ordered_with_their_shares():
+    rng, wanted = random.Random(3), shape_shares(SpecConfig())
+    pool = [Candidate(task(f"q{i}", calls, tools, rng.choice("abcdefgh")), rng.randint(0, 8) / 8)
+            for i, (calls, tools) in enumerate(rng.choices(list(wanted), k=10_000))]
+    chosen = select(pool, 2_000, 0, CurriculumConfig(), wanted)
+    shapes = collections.Counter(shape(x.task) for x in chosen)
+    assert len(chosen) == 2_000 and all(abs(shapes[s] / 2_000 - share) < 0.005 for s, share in wanted.items())
+    rows = order(chosen, 400)
+    assert len({id(x) for x in rows}) == 400
+    assert [sum(bucket(x.p) == b for x in rows) for b in BUCKETS] == pytest.approx([80, 200, 120], abs=4)
+    for start in range(0, 400, 100):  # domains are balanced inside each stretch (section 0.9)
+        assert len({x.task.spec.domain for x in rows[start: start + 100]}) == 8
+
+
+def test_within_a_bucket_rows_get_harder():
+    pool = [Candidate(task(f"q{i}"), (i % 8 + 1) / 8) for i in range(64)]
+    stretches = [x.p for x in order(pool, 64)]
+    assert stretches == sorted(stretches, reverse=True)
 
 
 @given(candidates, st.integers(0, 90))

@@ -1,4 +1,4 @@
-"""specs and prompts."""
+"""specs: shares of what is asked, and domain files."""
 
 import collections
 import json
@@ -6,11 +6,7 @@ import random
 
 import pytest
 
-from toolr0_core import prompts
-from toolr0_core.config import PromptConfig, RewardConfig, SpecConfig
-from toolr0_core.parse import parse_calls, parse_task
-from toolr0_core.rewards import is_valid, obeys
-from toolr0_core.schema import TaskSpec, Tool
+from toolr0_core.config import SpecConfig
 from toolr0_core.specs import DOMAINS, load_domains, sample_spec, shape_shares
 
 
@@ -41,50 +37,34 @@ def test_a_domain_file_replaces_names_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"a": 1}', '{"a": {"weight": -1}}', '{"a": {"weight": "x"}}',
-                                     '{"a": {"weight": true}}', '{"a": {"weight": NaN}}'])
+                                     '{"a": {"weight": true}}', '{"a": {"weight": NaN}}', '{"a": {"weight": 1' + "0" * 400 + "}}",
+                                     '{"a": {"weight": 1e308}}', '{"a": {"weight": 1}, "a": {"weight": 2}}', "[" * 10**5, "\ud7ff"])
 def test_a_bad_domain_file_is_one_sentence(content, tmp_path):
     path = tmp_path / "domains.json"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="domains.json") as error:
         load_domains(path)
     assert "\n" not in str(error.value)
 
 
-def test_the_control_block_says_the_whole_specification():
-    spec = TaskSpec("travel", "multi_turn", 7, 2)
-    for form in ("full", "compact"):
-        text = "".join(m["content"] for m in prompts.generator_messages(spec, PromptConfig(form=form), "hotels and flights"))
-        assert all(str(x) in text for x in vars(spec).values())
-        assert ("hotels and flights" in text) == (form == "full")
-    for tag in ("think", "question", "available_tools", "tool_call_answer"):
-        assert f"<{tag}>" in prompts.GENERATOR_FULL
+def test_a_domain_file_that_is_absent_or_binary_is_one_sentence(tmp_path):
+    (tmp_path / "domains.json").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "domains.json", tmp_path / "none" / "domains.json", tmp_path):
+        with pytest.raises(ValueError, match="it has to be a JSON object") as error:
+            load_domains(path)
+        assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("form", ["full", "compact"])
-def test_worked_examples_obey_every_rule_that_is_applied_to_models(form):
-    config = PromptConfig(form=form, generator_examples=2, solver_examples=2)
-    turns = prompts.generator_messages(TaskSpec("math", "single_turn", 2, 1), config)
-    answers = [m["content"] for m in turns if m["role"] == "assistant"]
-    assert len(answers) == 2
-    for text in answers:
-        task = parse_task(text)
-        assert is_valid(task, RewardConfig(strict_arguments=True)) and obeys(task, TaskSpec("", "", 2, 1))
-    solved = [m["content"] for m in prompts.solver_messages("q", (), config) if m["role"] == "assistant"]
-    assert [len(parse_calls(text, require_think=True)) for text in solved] == [1, 2]
+def test_the_same_stream_draws_the_same_specifications():
+    draw = lambda seed: [sample_spec(random.Random(seed + i)) for i in range(50)]  # noqa: E731
+    assert draw(3) == draw(3) != draw(4)
 
 
-def test_a_rendered_menu_reads_back_the_same():
-    tools = (Tool("a", "does a", {"x": {"type": "string"}, "y": {"type": "integer"}}, ("x",)),
-             Tool("b", "", {"z": {"type": "boolean"}}, ("z",)))
-    from toolr0_core.parse import parse_menu
-    for form in ("full", "compact"):
-        assert parse_menu(prompts.render_tools(tools, form)) == tools
-
-
-def test_one_layout_of_the_solver_prompt():
-    config = PromptConfig(form="compact")
-    tools = (Tool("b", "", {"z": {"type": "boolean"}}, ("z",)),)
-    user = prompts.solver_messages("Do b.", tools, config)[-1]["content"]
-    assert user == '<question>Do b.</question><available_tools>[{"name":"b","parameters":{"z":"boolean"}}]</available_tools>'
-    assert prompts.judge_messages("Do b.", tools, (), config)[-1]["content"].startswith(user)
-    assert prompts.answer_prefix(PromptConfig(begin_answer=True)) == "<think>" and prompts.answer_prefix(config) == ""
+def test_shapes_of_the_configuration_are_those_that_are_drawn():
+    config = SpecConfig(multi_turn=0.0, two_calls=0.5, one_call_menu={2: 1, 6: 3}, two_call_menu={3: 1})
+    shares = shape_shares(config)
+    assert shares == pytest.approx({(1, 2): 0.125, (1, 6): 0.375, (2, 3): 0.5})
+    rng = random.Random(2)
+    drawn = collections.Counter((s.n_calls, s.n_tools) for s in (sample_spec(rng, config) for _ in range(8000)))
+    assert {k: n / 8000 for k, n in drawn.items()} == pytest.approx(shares, abs=0.02)
+    assert set(shape_shares(SpecConfig(two_calls=0.0))) == {(1, m) for m in range(2, 9)}  # what is never asked has no share

@@ -21,11 +21,7 @@ JUDGE_COMPACT = "Rate the tool-calling task from 1 (bad) to 5 (perfect). Answer 
 GENERATOR_FULL = """You are an expert author of tool-calling tasks. Think privately, step by step, and design one realistic, \
 non-trivial task that can only be answered by calling tools. Then write it down in the output format below.
 
-Task specification:
-- Domain: {domain}{description}
-- Context: {context}
-- Number of tools in the menu: {n_tools}
-- Number of tool calls in the answer: {n_calls}
+{control}
 
 Rules:
 1. The menu holds exactly the stated number of tools, each with a name of its own.
@@ -41,6 +37,11 @@ Output exactly four blocks and nothing else:
 <available_tools>a JSON list of tools, each {{"name": ..., "description": ..., "parameters": {{name: {{"type": ..., \
 "description": ...}}}}, "required": [names]}}</available_tools>
 <tool_call_answer>a JSON list of calls, each {{"name": ..., "arguments": {{...}}}}</tool_call_answer>"""
+CONTROL_FULL = """Task specification:
+- Domain: {domain}{about}
+- Context: {context}
+- Number of tools in the menu: {n_tools}
+- Number of tool calls in the answer: {n_calls}"""
 GENERATOR_FULL_USER = "Write a new task now that obeys the task specification."
 
 SOLVER_FULL = """A conversation between a user and an assistant who can call tools. The assistant first reasons about the \
@@ -55,26 +56,47 @@ A question that reads like an instruction for writing tasks gets 2 at most. Answ
 
 
 def generator_messages(spec: TaskSpec, config: PromptConfig, description: str = "") -> Messages:
-    """What the Generator is asked for this specification; description explains the domain in the full form."""
-    system, user = _generator_turns(spec, config, description)
-    return [*system, *_examples(GENERATOR_EXAMPLES[: config.generator_examples], config), *user]
+    """What the Generator is asked for this specification; description explains the domain in the full form.
 
-
-def _generator_turns(spec: TaskSpec, config: PromptConfig, description: str) -> tuple[Messages, Messages]:
+    Worked examples are chat turns before the real one; each user turn then carries the specification of its own task.
+    """
+    examples = _first(GENERATOR_EXAMPLES, config.generator_examples, "generator_examples")
     if config.form == "compact":
-        ask = f"domain: {spec.domain}, context: {spec.context}, tools: {spec.n_tools}, calls: {spec.n_calls}"
-        return [_turn("system", GENERATOR_COMPACT)], [_turn("user", ask)]
-    control = {**vars(spec), "description": f" ({description})" if description else ""}
-    return [_turn("system", GENERATOR_FULL.format(**control))], [_turn("user", GENERATOR_FULL_USER)]
+        system = GENERATOR_COMPACT
+    else:
+        system = GENERATOR_FULL.format(control=_control(spec, description))
+    turns = [_turn("system", system)]
+    for e in examples:
+        asked = TaskSpec(e["domain"], "single_turn", len(e["tools"]), len(e["calls"]))
+        turns += [_turn("user", _order(asked, "", config)), _turn("assistant", _written(e, config))]
+    return [*turns, _turn("user", _order(spec, description, config))]
+
+
+def _control(spec: TaskSpec, description: str) -> str:
+    return CONTROL_FULL.format(**vars(spec), about=f" ({description})" if description else "")
+
+
+def _order(spec: TaskSpec, description: str, config: PromptConfig) -> str:
+    """The user turn that asks for a task."""
+    if config.form == "compact":
+        return f"domain: {spec.domain}, context: {spec.context}, tools: {spec.n_tools}, calls: {spec.n_calls}"
+    if not config.generator_examples:
+        return GENERATOR_FULL_USER
+    return f"{GENERATOR_FULL_USER}\n\n{_control(spec, description)}"
+
+
+def _first(examples: Sequence[dict], n: int, name: str) -> Sequence[dict]:
+    if not 0 <= n <= len(examples):
+        raise ValueError(f"--prompts.{name} is {n}; it has to be between 0 and {len(examples)}")
+    return examples[:n]
 
 
 def solver_messages(question: str, tools: Sequence[Tool], config: PromptConfig) -> Messages:
     """What the Solver is asked: the question and the menu."""
-    system = SOLVER_COMPACT if config.form == "compact" else SOLVER_FULL
-    turns = [_turn("system", system)]
-    for example in SOLVER_EXAMPLES[: config.solver_examples]:
-        turns += [_turn("user", _request(example["question"], _tools(example), config)),
-                  _turn("assistant", f"<think>{example['think']}</think>{_answer(example)}")]
+    turns = [_turn("system", SOLVER_COMPACT if config.form == "compact" else SOLVER_FULL)]
+    for e in _first(SOLVER_EXAMPLES, config.solver_examples, "solver_examples"):
+        turns += [_turn("user", _request(e["question"], _tools(e), config)),
+                  _turn("assistant", f"<think>{e['think']}</think>{_answer(e)}")]
     return [*turns, _turn("user", _request(question, tools, config))]
 
 
@@ -128,15 +150,11 @@ def _answer(example: dict) -> str:
     return f"<tool_call_answer>{json.dumps(calls, ensure_ascii=False)}</tool_call_answer>"
 
 
-def _examples(examples: Sequence[dict], config: PromptConfig) -> Messages:
-    turns: Messages = []
-    for e in examples:
-        spec = TaskSpec(e["domain"], "single_turn", len(e["tools"]), len(e["calls"]))
-        turns += _generator_turns(spec, config, "")[1]
-        menu = render_tools(_tools(e), config.form)
-        turns.append(_turn("assistant", f"<think>{e['think']}</think>\n<question>{e['question']}</question>\n"
-                                        f"<available_tools>{menu}</available_tools>\n{_answer(e)}"))
-    return turns
+def _written(example: dict, config: PromptConfig) -> str:
+    """The assistant's turn of a Generator example, a line a block."""
+    menu = render_tools(_tools(example), config.form)
+    return (f"<think>{example['think']}</think>\n<question>{example['question']}</question>\n"
+            f"<available_tools>{menu}</available_tools>\n{_answer(example)}")
 
 
 SOLVER_EXAMPLES = (

@@ -6,9 +6,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolr0_core.config import SpecConfig
 from toolr0_core.schema import TaskSpec
+
+_MAX_WEIGHT = 1e9  # so that sums stay finite
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,23 @@ def load_domains(path: str | Path) -> dict[str, Domain]:
         return DOMAINS
     form = 'a JSON object {name: {"weight": number above 0, "description": text}}'
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
+        table = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"specs.domains {path}: {error}; it has to be {form}") from None
     if not isinstance(table, dict) or not table:
         raise ValueError(f"specs.domains {path}: holds no domains; it has to be {form}")
-    domains = {}
     for name, entry in table.items():
         weight = entry.get("weight", 1) if isinstance(entry, dict) else None
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
-            raise ValueError(f"specs.domains {path}: domain {name!r} is {entry!r}; the file has to be {form}")
-        domains[name] = Domain(float(weight), str(entry.get("description", "")))
-    return domains
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= _MAX_WEIGHT:
+            raise ValueError(f"specs.domains {path}: domain {name!r} is {entry!r:.80}; the file has to be {form}")
+    return {name: Domain(float(entry.get("weight", 1)), str(entry.get("description", ""))) for name, entry in table.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return out
 
 
 def sample_spec(rng: random.Random, config: SpecConfig | None = None, domains: dict[str, Domain] | None = None) -> TaskSpec:
