@@ -3,9 +3,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 OUT="runs/nano-$(date +%Y%m%d-%H%M%S)"
-GPUS="$({ command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null || true; } | wc -l)"
+GPUS="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" # those that CUDA_VISIBLE_DEVICES leaves, and that work
 cd "$ROOT"
 if [ "$GPUS" -gt 0 ]; then
-    exec "$ROOT/.venv/bin/torchrun" --nproc_per_node="$GPUS" launch/selfplay.py --preset nano --out "$OUT" "$@"
+    exec "$PYTHON" -m torch.distributed.run --nproc_per_node="$GPUS" launch/selfplay.py --preset nano --out "$OUT" "$@"
 fi
 exec "$PYTHON" launch/selfplay.py --preset nano --out "$OUT" "$@"
