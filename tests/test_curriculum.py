@@ -201,6 +201,22 @@ def test_ten_thousand_candidates_are_selected_and_ordered_with_their_shares():
         assert len({x.task.spec.domain for x in rows[start: start + 100]}) == 8
 
 
+@pytest.mark.parametrize("n", [48, 96, 240, 600])
+def test_rows_that_come_grouped_by_domain_do_not_stay_grouped(n):
+    """Known fault 6: an "easy to hard" set that was really grouped by domain."""
+    pool = [Candidate(task(f"{d}{p}{i}", domain=d), p) for d in "abcd" for p in (1.0, 0.5, 0.125) for i in range(20)]
+    rows = order(pool, n)
+    levels = collections.Counter(bucket(x.p) for x in rows)
+    assert set(levels.values()) == {n // 3}
+    for start in range(0, n, 8):
+        assert len({x.task.spec.domain for x in rows[start: start + 8]}) == 4
+
+
+def test_rows_nobody_solved_are_not_ordered_and_do_not_shorten_the_rest():
+    solved, unsolved = Candidate(task("a"), 0.5), Candidate(task("b"), 0.0)
+    assert order([solved, unsolved], 3) == [solved] * 3 and order([unsolved], 3) == []
+
+
 def test_within_a_bucket_rows_get_harder():
     pool = [Candidate(task(f"q{i}"), (i % 8 + 1) / 8) for i in range(64)]
     stretches = [x.p for x in order(pool, 64)]

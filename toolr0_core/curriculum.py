@@ -6,7 +6,7 @@ import hashlib
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from toolr0_core.config import CurriculumConfig, RewardConfig
@@ -185,39 +185,25 @@ def _domain(candidate: Candidate) -> str:
 
 
 def order(selected: Sequence[Candidate], n_consumed: int) -> list[Candidate]:
-    """Exactly n_consumed rows, easy to hard, domains alternating; a row comes again only when all have come as often."""
-    if not selected:
+    """Exactly n_consumed rows, easy to hard, every stretch with the domains in their shares, whatever the order they came in;
+    a row comes again only when all have come as often. Rows that were never solved (p = 0) have no place and are left out.
+    """
+    rows = [x for x in selected if bucket(x.p)]
+    if not rows:
         return []
-    rounds, extra = divmod(n_consumed, len(selected))
-    picked = list(selected) * rounds + _stratified(selected)[:extra]
-    by_bucket = defaultdict(list)
-    for x in picked:
-        by_bucket[bucket(x.p)].append(x)
-    return [x for b in BUCKETS for x in _alternate(sorted(by_bucket[b], key=lambda x: -x.p))]
+    rounds, extra = divmod(n_consumed, len(rows))
+    picked = rows * rounds + _spread(rows, lambda x: (bucket(x.p), _domain(x)))[:extra]
+    spread = _spread(picked, lambda x: (x.p, _domain(x)))
+    return sorted(spread, key=lambda x: (BUCKETS.index(bucket(x.p)), -x.p))  # stable: equal p stay spread
 
 
-def _stratified(rows: Sequence[Candidate]) -> list[Candidate]:
-    """An order each of whose beginnings holds every bucket and domain about in its share."""
+def _spread(rows: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:
+    """The rows so that each beginning, and each stretch, holds every group about in its share."""
     groups = defaultdict(list)
     for x in rows:
-        groups[bucket(x.p), _domain(x)].append(x)
+        groups[group(x)].append(x)
     placed = [((i + 0.5) / len(g), k, x) for k, g in enumerate(groups.values()) for i, x in enumerate(g)]
     return [x for _, _, x in sorted(placed, key=lambda t: t[:2])]
-
-
-def _alternate(rows: Sequence[Candidate], window: int = 32) -> list[Candidate]:
-    """Rows by falling p, with the domains dealt round inside each stretch."""
-    out = []
-    for start in range(0, len(rows), window):
-        groups = defaultdict(list)
-        for x in rows[start: start + window]:
-            groups[_domain(x)].append(x)
-        while groups:
-            for domain in list(groups):
-                out.append(groups[domain].pop(0))
-                if not groups[domain]:
-                    del groups[domain]
-    return out
 
 
 def statistics(tasks: Sequence[Task]) -> dict[str, float]:
