@@ -9,7 +9,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["toolr0_core", "toolr0_core.*"]), "toolr0_kernels"],
     package_dir={"toolr0_kernels": "kernels/toolr0_kernels"},
-    package_data={"toolr0_core": ["assets/nano/*"]},
+    package_data={"toolr0_core": ["assets/nano/*", "assets/report.html"]},
     install_requires=[
         "torch>=2.11",
         "numpy==2.4.6",
@@ -25,6 +25,7 @@ setup(
     ],
     extras_require={
         "gpu": ["triton", "flash-attn"],
-        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "accelerate==1.15.0"],
+        "track": ["matplotlib==3.11.2"],
+        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "accelerate==1.15.0", "matplotlib==3.11.2"],
     },
 )

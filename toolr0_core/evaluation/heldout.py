@@ -142,14 +142,14 @@ def _round(figures: dict[str, Any]) -> str:
 
 
 def _cell(figures: dict[str, Any], name: str) -> str:
-    return _interval(figures[name], ".3f")
+    return interval_text(figures[name], ".3f")
 
 
 def _gain(figures: dict[str, Any]) -> str:
-    return _interval(figures["gain"]["avg8"], "+.3f") if "gain" in figures else ""
+    return interval_text(figures["gain"]["avg8"], "+.3f") if "gain" in figures else ""
 
 
-def _interval(figure: dict[str, float], form: str) -> str:
+def interval_text(figure: dict[str, float], form: str) -> str:
     """.416 [.381, .451]"""
     value, low, high = (f"{figure[k]:{form}}".replace("0.", ".", 1) for k in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
