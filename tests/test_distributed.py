@@ -20,7 +20,13 @@ from toolr0_core.grpo import Trainer
 def launch(*arguments, timeout=120):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "--rdzv-backend=c10d",
                "--rdzv-endpoint=localhost:0", distributed_worker.__file__, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=dict(os.environ))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # so that the launcher ends its ranks too; killed, it would leave them waiting
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture(scope="module")
