@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     config, own = options.parse(argv, __doc__.splitlines()[0], add_options)
     try:
         return run(config, own)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         options.fail(error)
 
 
