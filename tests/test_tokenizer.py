@@ -26,7 +26,7 @@ QWEN = """{%- if tools %}
     {%- else %}
         {%- set content = message.content %}
     {%- endif %}
-    {%- if not content %}{%- continue %}{%- endif %}
+    {% if not content %}{% continue %}{% endif %}
     {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -138,7 +138,7 @@ def test_text_comes_back_and_lone_surrogates_do_not_raise(folder):
 def test_a_length_limit_in_the_file_does_not_cut_prompts(folder):
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.enable_truncation(8)
-    backend.enable_padding(length=16)
+    backend.enable_padding(length=16, pad_id=9)
     backend.save(str(folder / "tokenizer.json"))
     ours = tokenizer.load(folder)
     assert len(ours.encode("a" * 100)) > 20 and len(ours.encode("a")) == 1

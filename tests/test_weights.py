@@ -159,7 +159,7 @@ def test_a_tokenizer_larger_than_the_model_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"qkv_bias": True, "tie_word_embeddings": False}, {"qk_norm": True, "head_dim": 16},
+    {"rope_theta": 500.0}, {"qkv_bias": True, "tie_word_embeddings": False}, {"qk_norm": True, "head_dim": 16},
     {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}])
 def test_a_model_without_a_source_is_exported_with_a_config_of_its_own(changes, tiny, tmp_path):
     model, ids = tiny(**changes), torch.arange(60)[None]
