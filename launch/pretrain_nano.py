@@ -1,16 +1,13 @@
-"""Makes the embedded model: tokenizer, pretraining and held-out tasks, from the grammar alone. Run once; about an hour.
+"""Makes the embedded model: tokenizer, pretraining and held-out tasks, from the grammar alone. Run once; 75 minutes.
 
     python launch/pretrain_nano.py --out toolr0_core/assets/nano
+
+One thread, so that the same call gives the same weights on the same machine; a killed one goes on with --resume.
 
 Clean documents first, so that copying is learned at all; faulty ones (documents.py) while the learning rate falls, so
 that the shipped model has seen the behaviour and does it badly at temperature 1, as a base model does.
 The architecture is a plain Llama; two heads of the first layer start out looking one and two tokens back
 (`look_back`), which is what a small model otherwise spends its first hour on finding.
-
-The weights that ship were made by this schedule in four calls, each going on from the one before with --init: 4,000 steps on
-mostly fixed tools (seed 0), 1,400 on random ones, then 1,300 clean and 1,100 faulty ones while the learning rate fell
-(`--seed 4 --first 500 --steps 2900 --plain 0 --familiar 0 --clean 0.62 --hold 0.25`): about an hour on one core. One call with
-the defaults follows the same order; its weights will differ from the shipped ones.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from torch import Tensor
 
 from toolr0_core.assets import documents, grammar
 from toolr0_core.attention import PackedAttention, Segment
-from toolr0_core.model import Model, ModelConfig, load, rope_frequencies
+from toolr0_core.model import Model, ModelConfig, rope_frequencies
 
 CONTROL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "question", "available_tools", "tool_call_answer")
@@ -41,6 +38,7 @@ TEMPLATE = ("{% for message in messages %}{{ '<|' + message['role'] + '|>' + mes
 CONFIG = dict(hidden_size=128, intermediate_size=320, num_hidden_layers=5, num_attention_heads=4,
               num_key_value_heads=4, head_dim=32, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
               max_position_embeddings=1024)
+FULL = grammar.Draw(random_parameters=0.8, random_tools=0.5, two_calls=0.45)  # most of what a model can be asked
 GLUE = "in|for|on|at|to|the|a|my|with|by|and|then|of|under|from|about|this|near"
 
 
@@ -127,6 +125,13 @@ class Batches:
         self.queue: list[list[tuple[list[int], int]]] = []
         self.stage = None
 
+    def state(self) -> tuple:
+        return self.rng.getstate(), self.queue, self.stage
+
+    def restore(self, state: tuple) -> None:
+        random_state, self.queue, self.stage = state
+        self.rng.setstate(random_state)
+
     def encode(self, messages: list[dict[str, str]], completion: str) -> tuple[list[int], int]:
         prompt = "".join(f"<|{m['role']}|>{m['content']}" for m in messages) + "<|assistant|>"
         ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -196,23 +201,29 @@ def optimizers(model: Model, lr: float) -> list[torch.optim.Optimizer]:
             torch.optim.AdamW(others, lr=lr * 0.15, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
+def schedule(args: argparse.Namespace, step: int) -> tuple[grammar.Draw, documents.Noise, float]:
+    """What the documents of a step are drawn from, how faulty they are, and the learning rate's share of its peak."""
+    progress = step / args.steps
+    if progress < args.plain:
+        draw = grammar.Draw(plain=True, random_parameters=0.25)
+    elif progress < args.familiar:
+        draw = grammar.Draw(random_parameters=0.25)
+    else:
+        draw = FULL
+    noise = documents.CLEAN if progress < args.clean else documents.Noise()
+    return draw, noise, min(1.0, (step + 1) / 50, max(0.02, (1 - progress) / (1 - args.hold)))
+
+
 def pretrain(args: argparse.Namespace, tokenizer: Tokenizer, save) -> Model:
-    model = load(args.init) if args.init else new_model(tokenizer.get_vocab_size(), args.seed)
-    noisy_from = round(args.clean * args.steps)
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{size:,} parameters, vocabulary {tokenizer.get_vocab_size()}", flush=True)
+    model = new_model(tokenizer.get_vocab_size(), args.seed)
     batches, opts = Batches(tokenizer, args.seed, args.tokens), optimizers(model, args.lr)
-    plain, familiar = grammar.Draw(plain=True, random_parameters=0.25), grammar.Draw(random_parameters=0.25)
-    full = grammar.Draw(random_parameters=0.8, random_tools=0.5, two_calls=0.35)
+    state_file = args.out.with_name(args.out.name + ".state")
+    first = restore(state_file, model, opts, batches) if args.resume else 0
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {tokenizer.get_vocab_size()}", flush=True)
     start, losses = time.time(), []
-    for step in range(args.first, args.steps):
-        if step == noisy_from:
-            save(model, ".clean")
-        progress = step / args.steps
-        stage = plain if progress < args.plain else familiar if progress < args.familiar else full
-        noise = documents.CLEAN if step < noisy_from else documents.Noise()
-        scale = min(1.0, (step - args.first + 1) / 50, max(0.02, (1 - progress) / (1 - args.hold)))
-        ids, positions, attend, rows, targets, _ = batches.next(noise, stage, args.generator_share)
+    for step in range(first, args.steps):
+        draw, noise, scale = schedule(args, step)
+        ids, positions, attend, rows, targets, _ = batches.next(noise, draw, args.generator_share)
         loss = F.cross_entropy(completion_logits(model, ids, positions, attend, rows), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -222,14 +233,36 @@ def pretrain(args: argparse.Namespace, tokenizer: Tokenizer, save) -> Model:
             opt.zero_grad()
         losses.append(loss.item())
         if (step + 1) % args.every == 0:
-            seen = forced_accuracy(model, batches, documents.solver_document, full)
-            unseen = forced_accuracy(model, batches, documents.solver_document, replace(full, unseen="tool"))
-            writes = forced_accuracy(model, batches, documents.generator_document, full)
+            seen = forced_accuracy(model, batches, documents.solver_document, FULL)
+            unseen = forced_accuracy(model, batches, documents.solver_document, replace(FULL, unseen="tool"))
+            writes = forced_accuracy(model, batches, documents.generator_document, FULL)
             print(f"step {step + 1} {time.time() - start:.0f}s loss {sum(losses) / len(losses):.3f} solver {seen:.2f} "
                   f"unseen tools {unseen:.2f} generator {writes:.2f}", flush=True)
             losses = []
-            save(model, ".part")
+        clean_ends = noise == documents.CLEAN != schedule(args, step + 1)[1]
+        if clean_ends:
+            save(model, ".clean")
+        if clean_ends or (step + 1) % args.every == 0:
+            keep(state_file, step + 1, model, opts, batches)
     return model
+
+
+def keep(file: Path, step: int, model: Model, opts: list[torch.optim.Optimizer], batches: Batches) -> None:
+    """Everything that the next steps depend on, so that a killed call goes on as if it had not been."""
+    part = file.with_name(file.name + ".part")
+    torch.save({"step": step, "model": model.state_dict(), "opts": [opt.state_dict() for opt in opts],
+                "batches": batches.state()}, part)
+    part.replace(file)
+
+
+def restore(file: Path, model: Model, opts: list[torch.optim.Optimizer], batches: Batches) -> int:
+    # this script's own file, which holds the state of Python's random numbers
+    state = torch.load(file, weights_only=False)
+    model.load_state_dict(state["model"])
+    for opt, values in zip(opts, state["opts"]):
+        opt.load_state_dict(values)
+    batches.restore(state["batches"])
+    return state["step"]
 
 
 def held_out(seed: int, n: int) -> list[dict]:
@@ -277,17 +310,15 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1280)
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's; AdamW's is 0.15 of it")
     parser.add_argument("--plain", type=float, default=0.05, help="share of the steps on small menus of one call")
-    parser.add_argument("--familiar", type=float, default=0.4, help="share of the steps on mostly fixed tools, before any")
-    parser.add_argument("--clean", type=float, default=0.78, help="share of the steps on clean documents")
-    parser.add_argument("--hold", type=float, default=0.6, help="share of the steps before the learning rate falls")
+    parser.add_argument("--familiar", type=float, default=0.35, help="share of the steps on mostly fixed tools, before any")
+    parser.add_argument("--clean", type=float, default=0.85, help="share of the steps on clean documents")
+    parser.add_argument("--hold", type=float, default=0.45, help="share of the steps before the learning rate falls")
     parser.add_argument("--generator-share", type=float, default=0.55)
-    parser.add_argument("--init", type=Path, help="go on from an earlier call's OUT.part or OUT.clean ...")
-    parser.add_argument("--first", type=int, default=0, help="... at this step of the schedule")
-    parser.add_argument("--every", type=int, default=250, help="steps between reports and saves")
+    parser.add_argument("--resume", action="store_true", help="go on from OUT.state, the same settings, of a killed call")
+    parser.add_argument("--every", type=int, default=250, help="steps between reports and states")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     tokenizer = train_tokenizer(args.seed, args.vocab)
-    if args.init:
-        tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
 
     def save(model: Model, suffix: str = "") -> None:
         export(model, tokenizer, args.out.with_name(args.out.name + suffix))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import time
 from pathlib import Path
 
 try:
@@ -46,8 +45,8 @@ def run(config, own) -> int:
     from toolr0_core.selfplay import Interrupted, SelfPlay
     from toolr0_core.weights import check_model, model_path
 
-    source = model_path(config.model or config.preset)
-    check_model(source)
+    source = model_path(config.model or config.preset, weights=not own.dry_run)
+    check_model(source, weights=not own.dry_run)
     text = tokenizer.load(source)
     check_prompts(config, text)
     rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
@@ -76,12 +75,18 @@ def run(config, own) -> int:
 
 def finish(summary: dict, out: Path, copy_to: str | None) -> None:
     from toolr0_core.evaluation.heldout import print_table
+    from toolr0_core.report import write_report
+    from toolr0_core.rundir import clock
 
     if summary["base"]:
         print_table(summary)
     if copy_to:
         Path(copy_to).write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"{time.strftime('%H:%M:%S', time.gmtime(summary['seconds']))} in all; the run is in {out}")
+    print(f"{clock(summary['seconds'])} in all; the run is in {out}")
+    try:
+        print(f"as a page: {write_report(out)}")
+    except (ValueError, OSError) as error:  # the run is whole without it
+        print(f"no report: {error}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.selfplay import finish
+from toolr0_core import rundir
+
 ROOT = Path(__file__).parents[1]
 SMALL = ("--iterations 1 --generator.steps 2 --generator.completions 16 --solver.steps 3 --solver.completions 16 "
          "--curriculum.candidates 48 --curriculum.keep 12 --eval.limit 12 --eval.samples 2 --curriculum.probes 4").split()
@@ -54,7 +57,8 @@ def test_every_phase_leaves_its_files(run):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["base"]["n"] == 12 and len(summary["iterations"]) == 1 and summary["final"] == summary["iterations"][-1]
     assert all(0 <= summary["final"][k]["low"] <= summary["final"][k]["value"] for k in ("greedy", "pass8"))
-    assert "iteration 1" in printed and str(out) in printed
+    assert "iteration 1" in printed and str(out) in printed and str(out / "report.html") in printed
+    assert "<html" in (out / "report.html").read_text()
 
 
 def test_training_consumes_the_curriculum_from_easy_to_hard(run):
@@ -178,3 +182,16 @@ def test_dry_run_prints_the_plan_without_a_directory():
     done = play("--preset", "nano", "--dry-run")
     assert done.returncode == 0 and "8 prompts x 8" in done.stdout and "first prompt of the solver" in done.stdout
     assert "in all" in done.stdout
+
+
+def test_a_long_phase_tells_a_log_file_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rundir, "SECONDS_BETWEEN_LINES", -1)
+    parts = list(rundir.RunDir(tmp_path, writes=True).chunks(range(10), "probes", 4))
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()] == ["probes: 4/10", "probes: 8/10"]
+
+
+def test_a_run_without_matplotlib_is_whole_and_says_that_the_page_is_missing(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    finish(json.loads((run[0] / "summary.json").read_text()), run[0], None)
+    assert "no report: matplotlib is not installed" in capsys.readouterr().out

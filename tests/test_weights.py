@@ -237,6 +237,21 @@ def test_offline_the_command_that_fetches_is_named(name, monkeypatch):
         model_path(name)
 
 
+def test_a_plan_fetches_the_small_files_alone_and_asks_for_no_weights(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, allow_patterns: asked.append(allow_patterns) or tmp_path)
+    assert model_path("qwen2.5-0.5b", weights=False) == model_path("qwen2.5-0.5b") == tmp_path
+    assert [any("safetensors" in pattern for pattern in patterns) for patterns in asked] == [False, True]
+    saved(FAMILIES["qwen3"], tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    check_model(tmp_path, weights=False)
+    with pytest.raises(ModelError):
+        check_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ModelError):
+        check_model(tmp_path, weights=False)
+
+
 def test_rows_of_q_and_k_go_back_to_the_halves(tiny):
     """The permutation is llama.cpp's, written out: row 2i of a head is i of the first half, row 2i + 1 of the second."""
     heads, half = 3, 4

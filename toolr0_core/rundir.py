@@ -21,6 +21,7 @@ from toolr0_core.config import Config
 from toolr0_core.curriculum import Candidate
 from toolr0_core.schema import Task
 
+SECONDS_BETWEEN_LINES = 30  # of progress in a log file
 PHASES = ("generator", "curriculum", "solver", "evaluate")
 
 
@@ -128,11 +129,17 @@ class RunDir:
         self.say(f"{position.iteration} {phase:9} {position.step + 1:3}/{steps} | {' '.join(cells)} | {clock(left)} left")
 
     def chunks(self, items: Sequence[Any], what: str, size: int) -> Iterator[Sequence[Any]]:
-        """Parts of a long list, with progress and time left on a terminal."""
-        with tqdm(total=len(items), desc=what, disable=not (self.writes and sys.stderr.isatty()), leave=False) as bar:
+        """Parts of a long list, with progress and time left: a bar on a terminal, elsewhere a line now and then."""
+        terminal, started = sys.stderr.isatty(), time.time()
+        said = started
+        with tqdm(total=len(items), desc=what, disable=not (self.writes and terminal), leave=False) as bar:
             for start in range(0, len(items), size):
                 yield items[start: start + size]
-                bar.update(len(items[start: start + size]))
+                done, now = min(start + size, len(items)), time.time()
+                bar.update(done - start)
+                if not terminal and now - said > SECONDS_BETWEEN_LINES and done < len(items):
+                    self.say(f"{what}: {done}/{len(items)} | {clock((now - started) / done * (len(items) - done))} left")
+                    said = now
 
 
 _TRAINING = (("loss", "loss", "+.4f"), ("grad", "grad_norm", "6.2f"), ("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"),

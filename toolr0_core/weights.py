@@ -35,8 +35,11 @@ class ModelError(ValueError):
 # -- where a model is ------------------------------------------------------------------------------------------------
 
 
-def model_path(path_or_preset: str | Path) -> Path:
-    """The directory of a model: itself, or that of a preset's model, which is fetched or converted where it must be."""
+def model_path(path_or_preset: str | Path, weights: bool = True) -> Path:
+    """The directory of a model: itself, or that of a preset's model, which is fetched or converted where it must be.
+
+    weights: False fetches only the small files of a hub model, its configuration and tokenizer.
+    """
     path, name = Path(path_or_preset), str(path_or_preset)
     if path.is_dir():
         return path
@@ -47,15 +50,15 @@ def model_path(path_or_preset: str | Path) -> Path:
 
         return smollm2.directory()
     if name in HUB or name in HUB.values():
-        return _from_hub(HUB.get(name, name))
+        return _from_hub(HUB.get(name, name), weights)
     raise ModelError(f"model {name!r} is neither a directory nor a preset; presets are nano, smollm2-135m, {', '.join(HUB)}")
 
 
-def _from_hub(repository: str) -> Path:
+def _from_hub(repository: str, weights: bool) -> Path:
     """A hub model's directory, from the cache or fetched: only what this project reads."""
     from huggingface_hub import snapshot_download
 
-    files = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+    files = ["*.json", "*.jinja", "merges.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(repository, allow_patterns=files))
     except Exception as error:  # network, access or a missing licence agreement: many types, one remedy
@@ -163,12 +166,16 @@ def load_model(path_or_preset: str | Path, device: torch.device | str = "cpu", d
     return model
 
 
-def check_model(folder: Path) -> None:
-    """Raises ModelError, in a second and before any long work, where the directory lacks something that a run needs."""
+def check_model(folder: Path, weights: bool = True) -> None:
+    """Raises ModelError, in a second and before any long work, where the directory lacks something that a run needs.
+
+    weights: False asks for none, but checks those that are there.
+    """
     from toolr0_core import tokenizer
 
     config = read_config(folder)
-    check_tensors(folder, config)
+    if weights or any(folder.glob("*.safetensors")):
+        check_tensors(folder, config)
     size = tokenizer.load(folder).vocab_size
     if size > config.vocab_size:
         raise ModelError(f"{folder}/tokenizer.json has token ids up to {size - 1}, but the model has {config.vocab_size} rows; "
