@@ -94,9 +94,11 @@ def results(out: Path, name: str, full: bool) -> list[dict]:
         rows += [entry(f"{name} {figure}", last, "share", base),
                  entry(f"{name} {figure} gain", gain["value"], "share", None, ">= 0.2" if full else None),
                  entry(f"{name} {figure} gain, lower end", gain["low"], "share", None, ">= 0.1" if full else None)]
-    late = heldout.gains(per[1], per[-1])["avg8"]
-    rows.append(entry(f"{name} avg8, last against first iteration, upper end", late["high"], "share", None,
-                      ">= 0" if full else None))
+        late = heldout.gains(per[1], per[-1])[figure]
+        rows.append(entry(f"{name} {figure}, last against first iteration, upper end", late["high"], "share", None,
+                          ">= 0" if full else None))
+    for i, rows_ in enumerate(per):
+        rows.append(entry(f"{name} avg8 after {i} iterations", sum(r["avg8"] for r in rows_) / len(rows_), "share"))
     for group in ("unseen tool", "unseen pair"):
         base, last = (sum(r["avg8"] for r in rows_ if r["group"] == group) / sum(r["group"] == group for r in rows_)
                       for rows_ in (per[0], per[-1]))
@@ -107,6 +109,30 @@ def results(out: Path, name: str, full: bool) -> list[dict]:
                           "<= 0.3333" if full else None))
     rows.append(entry(f"{name} time", summary["seconds"] / 60, "min", None, None))
     return rows
+
+
+def against(full: list[Path], other: list[Path], variant: str) -> list[dict]:
+    """What self-play gains over another variant: per task the mean over the same seeds, then the paired interval."""
+    target, rows = ">= 0.1" if variant in ("format", "shuffled") else None, []
+    ours, theirs = (_mean_rows([rows_of(out)[-1] for out in outs]) for outs in (full, other))
+    for group in ("", "unseen tool", "unseen pair"):
+        pick = [i for i, row in enumerate(ours) if group in ("", row["group"])]
+        gain = heldout.gains([theirs[i] for i in pick], [ours[i] for i in pick])["avg8"]
+        name = f"full over {variant}, avg8{', ' + group + 's' if group else ''}"
+        rows += [entry(name, gain["value"], "share"), entry(f"{name}, upper end", gain["high"], "share"),
+                 entry(f"{name}, lower end", gain["low"], "share", None, None if group else target)]
+    return rows
+
+
+def _mean_rows(seeds: list[list[dict]]) -> list[dict]:
+    """Rows of the same tasks, each figure as its mean over the seeds."""
+    return [rows[0] | {f: sum(row[f] for row in rows) / len(rows) for f in heldout.FIGURES} for rows in zip(*seeds)]
+
+
+def commit() -> str:
+    """The commit that is measured, with a mark where the working tree differs from it."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=8"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def cells(out: Path, rows: list[dict]) -> list[str]:
@@ -146,15 +172,19 @@ def main() -> None:
         mine = results(out, f"{variant}, seed {seed}:", variant == "full")
         rows += mine
         table.add_row(variant, str(seed), *cells(out, mine))
+    found = {variant: [out for (v, _), out in zip(jobs, outs) if v == variant] for variant in args.variants}
+    rows += [row for v in args.variants if "full" in found and v != "full" for row in against(found["full"], found[v], v)]
     Console(width=150).print(table)
     print("asked:", {k: round(v, 2) for k, v in asked().items()})
     for row in rows:
+        if row["name"].startswith("full over") and not row["target"]:
+            print(f"       {row['name']}: {row['value']:+.3f}")
         if row["target"]:
             print(f"{'met   ' if row['met'] else 'MISSED'} {row['name']}: {row['value']:.3f} {row['target']}")
     if args.json:
-        environment = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads, "jobs": args.jobs,
-                       "torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%F"),
-                       "variants": args.variants, "seeds": args.seeds, "options": extra}
+        environment = {"commit": commit(), "machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads,
+                       "jobs": args.jobs, "torch": torch.__version__, "python": platform.python_version(),
+                       "date": time.strftime("%F"), "variants": args.variants, "seeds": args.seeds, "options": extra}
         args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 
