@@ -29,6 +29,9 @@ def main(argv: list[str]) -> int:
         return run(config, own)
     except (ValueError, OSError, FloatingPointError) as error:
         options.fail(error)
+    except KeyboardInterrupt:  # before the run listens, or a second Ctrl-C
+        print("\nstopped at once; go on with the same command and --resume auto", file=sys.stderr)
+        return 130
 
 
 def run(config, own) -> int:

@@ -191,6 +191,9 @@ def check_out(out: Path, config: Config, resume: bool) -> None:
         raise ValueError(f"--out {out} cannot be written ({error.strerror}); name a directory of yours") from None
     stored = out / "config.json"
     if not stored.exists():
+        if (out / "checkpoints").exists():  # of which settings nobody can tell
+            raise ValueError(f"--out {out} has checkpoints but no config.json, so it cannot be gone on with; put the run's "
+                             f"config.json back, or name another directory")
         return
     if not resume:
         raise ValueError(f"--out {out} holds a run already; go on with it by --resume auto, or name another directory")
