@@ -197,7 +197,7 @@ def test_ten_thousand_candidates_are_selected_and_ordered_with_their_shares():
     rows = order(chosen, 400)
     assert len({id(x) for x in rows}) == 400
     assert [sum(bucket(x.p) == b for x in rows) for b in BUCKETS] == pytest.approx([80, 200, 120], abs=4)
-    for start in range(0, 400, 100):  # domains are balanced inside each stretch (section 0.9)
+    for start in range(0, 400, 100):  # domains are balanced inside each stretch
         assert len({x.task.spec.domain for x in rows[start: start + 100]}) == 8
 
 

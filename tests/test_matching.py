@@ -112,7 +112,7 @@ def test_assignment_equals_exhaustive_search(score):
 
 
 def test_assignment_of_hand_made_scores():
-    assert best_assignment([[0.75, 0.5], [1.0, 0.5]]) == [(0, 1), (1, 0)]  # greedy: 1.25; best: 1.5 (method A8)
+    assert best_assignment([[0.75, 0.5], [1.0, 0.5]]) == [(0, 1), (1, 0)]  # greedy: 1.25; best: 1.5
     assert best_assignment([[1.0], [2.0], [3.0]]) == [(2, 0)] and best_assignment([[1.0, 2.0, 3.0]]) == [(0, 2)]
     assert best_assignment([]) == best_assignment([[]]) == best_assignment([[], []]) == []
 

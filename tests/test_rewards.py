@@ -58,7 +58,7 @@ calls = st.lists(st.builds(C, st.sampled_from("fg"), st.dictionaries(st.sampled_
 @given(calls, calls)
 @settings(max_examples=400)
 def test_full_accuracy_is_equality(predicted, gold):
-    """The reward's best is what probes and evaluation call right: one rule (section 0.15)."""
+    """The reward's best is what probes and evaluation call right: one rule."""
     a = accuracy(predicted, gold)
     assert 0 <= a <= 1 and (a > 1 - 1e-9) == calls_equal(predicted, gold)
 

@@ -156,6 +156,13 @@ def test_quickstart_plays_on_what_is_there(gpus, launcher, repository):
     assert played.startswith(f"{launcher} --preset nano --out runs/nano-2") and played.endswith(" --seed 1 2")
 
 
+def test_quickstart_resumes_the_newest_run(repository):
+    for name in ("nano-20260101-000000", "nano-20260203-120000", "nano3", "other"):
+        (repository.root / "runs" / name).mkdir(parents=True)
+    assert repository.run("quickstart.sh", "--resume", "auto").returncode == 0
+    assert "--out runs/nano-20260203-120000 --resume auto" in repository.done()[-1]
+
+
 def test_the_tests_get_their_options(repository):
     assert repository.run("test.sh", "-m", "not slow").returncode == 0
     assert repository.done()[-1] == "run: -m pytest -m not slow"

@@ -1,6 +1,6 @@
-"""Every setting, its default and its source; presets are functions that return one Config. No torch here.
+"""Every setting with its default; presets are functions that return one Config. No torch here.
 
-Numbers of the paper carry its section in a comment: arXiv 2602.21320, or the authors' code where the paper is silent.
+The defaults are the paper's (arXiv 2602.21320), or those of its authors' code where the paper is silent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def option(default, help: str):
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """Task specifications (A1)."""
+    """Task specifications."""
 
     domains: str = option("", "JSON file {name: {\"weight\": w, \"description\": text}}; empty: the built-in domains")
     multi_turn: float = option(0.1, "share of multi-turn contexts")
@@ -29,7 +29,7 @@ class SpecConfig:
 
 @dataclass(frozen=True)
 class PromptConfig:
-    """Prompt texts (A2, A3)."""
+    """Prompt texts."""
 
     form: str = option("full", "full: the paper's prompts; compact: short ones for small models")
     generator_examples: int = option(0, "worked examples before the Generator's turn, as chat turns")
@@ -39,7 +39,7 @@ class PromptConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Every constant of the Generator's and the Solver's rewards (A4, A5, A8)."""
+    """Every constant of the Generator's and the Solver's rewards."""
 
     format_reduce: str = option("sum", "the Generator's three format indicators: sum (paper) or mean (code)")
     menu_weight: float = option(0.4, "validity: every gold call names a tool of the menu")
@@ -69,7 +69,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Synthesis, filter, verification, selection (A7)."""
+    """Synthesis, filter, verification, selection."""
 
     candidates: int = option(10_000, "tasks synthesised per iteration")
     keep: int = option(2_000, "tasks selected per iteration")
@@ -104,7 +104,7 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class GrpoConfig:
-    """The algorithm and its optimiser (A6)."""
+    """The algorithm (GRPO, arXiv 2402.03300) and its optimiser."""
 
     group_size: int = option(4, "completions per prompt")
     beta: float = option(0.001, "weight of the KL term; 0: no reference model")

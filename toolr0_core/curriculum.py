@@ -1,4 +1,4 @@
-"""From candidates to the rows that training consumes: filter, deduplicate, grade, select, order (A7; section 0.7-0.9)."""
+"""From candidates to the rows that training consumes: filter, deduplicate, grade, select, order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolr0_core.schema import Failure, Task, TaskSpec
 BUCKETS = ("easy", "medium", "hard")
 _TYPES = {"string", "integer", "number", "boolean"}
 _BANNED_NAMES = {"tool", "function", "api", "call"}
-# what a model answers without tools (A7.2): always, and where the one call has no more than one argument
+# what a model answers without tools (the authors' words): always, and where the one call has no more than one argument
 _TRIVIAL = re.compile(r"\b(?:capital of|define|explain|summarize|poem|joke)\b", re.IGNORECASE)
 _TRIVIAL_ALONE = re.compile(r"\b(?:what|who|when|where)(?:'s| is| are| was| were)\b", re.IGNORECASE)
 _DUMMY = re.compile(r"dummy|placeholder", re.IGNORECASE)
@@ -32,7 +32,7 @@ class Candidate:
 
 
 def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewards: RewardConfig) -> Task | Failure:
-    """The task of a Generator's text, or the first rule it breaks; any script is welcome (known faults, 17)."""
+    """The task of a Generator's text, or the first rule it breaks; any script is welcome."""
     task = parse_task(text, rewards.require_think)
     if isinstance(task, Failure):
         return task
@@ -59,13 +59,13 @@ def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewar
 
 
 def is_trivial(task: Task) -> bool:
-    """Whether a question asks for knowledge or prose instead of a tool, by the words of A7.2."""
+    """Whether a question asks for knowledge or prose instead of a tool, by words that stand in it."""
     alone = len(task.gold) == 1 and len(task.gold[0].arguments) <= 1
     return bool(_TRIVIAL.search(task.question) or (alone and _TRIVIAL_ALONE.search(task.question)))
 
 
 def signature(task: Task) -> str:
-    """Equal for tasks that differ only in digits, case or spacing of the question, or in argument values (A7.3)."""
+    """Equal for tasks that differ only in digits, case or spacing of the question, or in argument values."""
     question = re.sub(r"\d", "0", " ".join(task.question.lower().split()))
     tools = "|".join(sorted(f"{t.name}({','.join(sorted(t.parameters))})" for t in task.tools))
     calls = "->".join(f"{c.name}({','.join(sorted(c.arguments))})" for c in task.gold)
@@ -73,7 +73,7 @@ def signature(task: Task) -> str:
 
 
 def quality(task: Task) -> float:
-    """Which of several equal tasks to keep (A7.3)."""
+    """Which of several equal tasks to keep (the authors' heuristic)."""
     return (min(1, len(task.question) / 220) + min(1, len(task.gold) / 3) + min(1, len(task.tools) / 4)
             - bool(_DUMMY.search(task.question)))
 

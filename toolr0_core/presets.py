@@ -24,7 +24,7 @@ ASSETS = Path(__file__).parent / "assets" / "nano"
 
 
 def paper(name: str) -> Config:
-    """The paper's settings (A6, A7; section 0): what Config's own defaults are."""
+    """The paper's settings: what Config's own defaults are."""
     return Config(preset=name)
 
 
@@ -35,7 +35,7 @@ def nano() -> Config:
         generator=PhaseConfig(steps=24, completions=96, lr=7e-4, max_new_tokens=200),
         solver=PhaseConfig(steps=40, completions=64, lr=5e-4, max_new_tokens=96),
         grpo=GrpoConfig(group_size=8, beta=0.0, schedule="constant", warmup=3, micro_batch_tokens=8192),
-        sampler=SamplerConfig(max_new_tokens=200, max_sequences=512),
+        sampler=SamplerConfig(max_new_tokens=200, max_sequences=512, stop_at_answer=True),
         curriculum=CurriculumConfig(candidates=512, again=0.75, keep=256, min_question=8, min_description=0, require_spec=True),
         specs=SpecConfig(domains=str(ASSETS / "domains.json"), multi_turn=0.0, two_calls=0.2,
                          one_call_menu={2: 1, 3: 1, 4: 1}, two_call_menu={3: 1, 4: 1}),

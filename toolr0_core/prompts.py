@@ -1,7 +1,7 @@
 """Every prompt text, once: the paper's (`full`) and short ones for small models (`compact`), with the same tags.
 
 Functions return chat messages, a list of {"role", "content"}; the tokenizer's chat template does the rest. One layout of
-the Solver's prompt serves probes, judging, training and evaluation (method: section 0.6).
+the Solver's prompt serves probes, judging, training and evaluation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a task and an answer earn (A5, A8; where sources disagree, method section 0). Every constant is in RewardConfig."""
+"""What a task and an answer earn (arXiv 2602.21320). Every constant is in RewardConfig."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUMBER_WORDS = {**{n: w for n, w in enumerate(_ONES)}, **{20 + 10 * i: w for i, 
 
 
 def solver_reward(completion: str, gold: Sequence[ToolCall], config: RewardConfig | None = None) -> Reward:
-    """Form plus accuracy, 0..2 with the paper's constants (A8). Right is [] where gold is empty."""
+    """Form plus accuracy, 0..2 with the paper's constants. Right is [] where gold is empty."""
     c = config or _DEFAULT
     calls = parse_calls(completion)
     answered = not (isinstance(calls, Failure) and calls.reason in ("empty", "missing_block", "too_long"))
@@ -81,7 +81,7 @@ def _arguments(call: ToolCall, rule: str) -> dict[str, Any]:
 
 def generator_reward(completion: str, spec: TaskSpec | None, success_rate: float | None = None,
                      judge_score: int | None = None, config: RewardConfig | None = None) -> Reward:
-    """Form, validity, difficulty and the judge's score; a term whose measurement is None is left out (section 0).
+    """Form, validity, difficulty and the judge's score; a term whose measurement is None is left out.
 
     Raises ValueError for a success rate outside 0..1 or a judge's score outside 1..5: a measurement that failed is None.
     """
@@ -125,7 +125,7 @@ def checks(task: Task, config: RewardConfig) -> dict[str, bool]:
 
 
 def validity(task: Task, config: RewardConfig) -> float:
-    """The weighted sum of `checks` (A5.2)."""
+    """The weighted sum of `checks`."""
     passed = checks(task, config)
     return (config.menu_weight * passed["menu"] + config.required_weight * passed["required"]
             + config.grounded_weight * passed["grounded"])
@@ -165,7 +165,7 @@ def _answers(task: Task, spec: TaskSpec | None, exactly: bool) -> bool:
 
 
 def is_placeholder(question: str) -> bool:
-    """An echo of the prompt or a text too short to ask for anything (A4)."""
+    """An echo of the prompt or a text too short to ask for anything."""
     return width(question.strip()) < 8 or bool(_ECHOES.search(question[:4000]))
 
 
@@ -180,7 +180,7 @@ def is_placeholder_text(completion: str) -> bool:
 
 
 def difficulty_reward(p: float, k: float = 8, low: float = 0.25, high: float = 0.75, sigma: float = 0.12) -> float:
-    """1 inside [low, high], Gaussian outside, 0 below 1/k: a task that is never solved teaches nothing (A5.3).
+    """1 inside [low, high], Gaussian outside, 0 below 1/k: a task that is never solved teaches nothing.
 
     p is the share of k samples that solved it; k may be infinite where p > 0 is known to mean one at least.
     Raises ValueError where p is not in 0..1, NaN included.
@@ -245,7 +245,7 @@ def _normal(text: str) -> str:
 
 
 def _variants(value: str | int | float) -> set[str]:
-    """The ways a question may write a value: as it is, as a whole number, with commas, in cents, as a word (A5.2)."""
+    """The ways a question may write a value: as it is, as a whole number, with commas, in cents, as a word."""
     try:
         text = str(value)
     except ValueError:  # an integer beyond Python's limit of digits

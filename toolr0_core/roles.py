@@ -98,7 +98,7 @@ class Player:
         return self.prefix + (completion.text or "")
 
     def success_rates(self, tasks: Sequence[Task], purpose: Purpose) -> list[float]:
-        """Share of K samples whose calls all equal the gold calls: verification and difficulty in one (A7, section 0.7)."""
+        """Share of K samples whose calls all equal the gold calls: verification and difficulty in one."""
         c = self.config
         drawn = self.sample(self.answer_prompts(tasks), purpose, n=c.curriculum.probes,
                             temperature=c.curriculum.probe_temperature)
@@ -110,7 +110,7 @@ class Player:
         return isinstance(calls, tuple) and calls_equal(calls, gold, self.config.rewards.rule)
 
     def judgements(self, tasks: Sequence[Task], purpose: Purpose) -> list[int | None]:
-        """Scores 1..5 by this model as judge, None where none can be read (section 0.5)."""
+        """Scores 1..5 by this model as judge, None where none can be read."""
         asked = [self.render(prompts.judge_messages(t.question, t.tools, t.gold, self.config.prompts)) for t in tasks]
         drawn = self.sample(asked, purpose, n=1, temperature=0.1, max_new_tokens=16)
         return [rewards.judge_score(group[0].text or "") for group in drawn]

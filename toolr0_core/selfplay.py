@@ -1,6 +1,6 @@
 """Tool-R0's self-play: train the Generator, build a curriculum with it, train the Solver on that, again.
 
-Each iteration (arXiv 2602.21320, algorithm 1; the hand-over as in the authors' code, A9):
+Each iteration (arXiv 2602.21320, algorithm 1; the hand-over as in its authors' code):
   1. generator: GRPO; a task earns for form, validity and being solved by the frozen Solver sometimes, not always;
   2. curriculum: the frozen Generator writes candidates; filter, deduplicate, grade by K probes, select, order;
   3. solver: GRPO on these tasks, easy to hard; an answer earns for form and for agreeing with the task's own gold calls;

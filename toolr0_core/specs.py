@@ -1,4 +1,4 @@
-"""Task specifications: the weighted domains and how a specification is drawn (A1)."""
+"""Task specifications: the weighted domains and how a specification is drawn."""
 
 from __future__ import annotations
 
