@@ -76,7 +76,20 @@ def test_the_config_of_transformers_4_reads_like_that_of_5(family, tmp_path):
     (dict(rope_scaling="yarn"), "yarn"), (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "rope_type"),
     (dict(rope_parameters={"rope_type": "llama3", "factor": 8}), "low_freq_factor None"),
     (dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2), "sliding_window 8"),
-    (dict(model_type="qwen2", layer_types=["full_attention", "sliding_attention"], sliding_window=8), "sliding_window 8")])
+    (dict(model_type="qwen2", layer_types=["full_attention", "sliding_attention"], sliding_window=8), "layer_types .*sliding"),
+    *((dict([item]), f"says {item[0]}") for item in [
+        ("model_type", []), ("model_type", {}), ("num_key_value_heads", "x"), ("num_key_value_heads", -1), ("head_dim", "x"),
+        ("head_dim", 1e308), ("layer_types", 5), ("layer_types", 1.5), ("layer_types", True), ("layer_types", [{}]),
+        ("rms_norm_eps", "x"), ("rms_norm_eps", -1), ("rms_norm_eps", float("nan")), ("rope_theta", "x"), ("rope_theta", [1]),
+        ("max_position_embeddings", "x"), ("tie_word_embeddings", "x"), ("vocab_size", True), ("hidden_act", [1]),
+        *((key, 10**30) for key in (*SIZES, "head_dim", "num_key_value_heads"))]),
+    (dict(model_type="qwen2", use_sliding_window=True, max_window_layers="x"), "max_window_layers 'x'"),
+    (dict(model_type="qwen2", use_sliding_window=True, num_hidden_layers="x"), "num_hidden_layers 'x'"),
+    (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=None, num_hidden_layers=29), "sliding_window 4096"),
+    (dict(rope_parameters={"rope_theta": "x"}), "rope_theta 'x'"), (dict(rope_scaling="llama3"), "rope_type 'llama3'"),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+                        "original_max_position_embeddings": 8192}), "low_freq_factor 4; it must be under"),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": True}), "factor True")])
 def test_a_config_of_another_model_is_refused_by_value(settings, named, tmp_path):
     with pytest.raises(ModelError, match=named) as error:
         read_config(config_file(tmp_path, **settings))

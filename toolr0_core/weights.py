@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
               "special_tokens_map.json", "added_tokens.json", "merges.txt")
 HEAD = "lm_head.weight"
 AGAIN = "fetch the whole model directory again"
+MAX_SIZE, MAX_LAYERS = 2**20, 1000  # no model of these families is near; torch crashes where a product is beyond 2**63
 
 
 class ModelError(ValueError):
@@ -75,10 +77,19 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
         return missing
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}); --model takes a whole Hugging Face directory") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object; {AGAIN}")
+    return value
+
+
+def read_number(path: Path, raw: dict[str, Any], key: str, low: float, high: float, default: float | None = None) -> Any:
+    """raw[key], or the default where it is absent or null: a number from low to high, whole where low is. Raises ModelError."""
+    value, kinds = default if raw.get(key) is None else raw[key], (int,) if isinstance(low, int) else (int, float)
+    if type(value) not in kinds or not low <= value <= high:
+        raise ModelError(f"{path} says {key} {value!r:.80}; it must be a {'whole ' * (len(kinds) == 1)}number from {low:g} to "
+                         f"{high:g}; {AGAIN}")
     return value
 
 
@@ -87,25 +98,27 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     raw = read_json(path)
     family = raw.get("model_type")
-    if family not in FAMILIES:
-        raise ModelError(f"{path} says model_type {family!r}; known are {', '.join(FAMILIES)}; use a model of one of them")
+    if str(family) not in FAMILIES:
+        raise ModelError(f"{path} says model_type {family!r:.80}; known are {', '.join(FAMILIES)}; use a model of one of them")
+    number = partial(read_number, path, raw)
+    sizes = {key: number(key, 1, MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE) for key in SIZES}
     _refuse_unsupported(path, raw)
-    for key in SIZES:
-        if type(raw.get(key)) is not int or raw[key] < 1:
-            raise ModelError(f"{path} says {key} {raw.get(key)!r}; it must be a positive integer; {AGAIN}")
-    heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads)  # transformers' defaults
+    heads = sizes["num_attention_heads"]
+    kv_heads = number("num_key_value_heads", 1, MAX_SIZE, heads)
+    head_dim = number("head_dim", 1, MAX_SIZE, 128 if family == "qwen3" else sizes["hidden_size"] // heads)  # as transformers
     if heads % kv_heads or head_dim % 2:
         raise ModelError(f"{path} says {heads} heads over {kv_heads} key heads of size {head_dim}; the first must be a "
                          f"multiple of the second and the size even; {AGAIN}")
     theta, scaling = _rope(path, raw)
     tied = raw.get("tie_word_embeddings")
+    if tied not in (None, True, False):
+        raise ModelError(f"{path} says tie_word_embeddings {tied!r:.80}; it must be true or false; {AGAIN}")
     return ModelConfig(
-        **{key: raw[key] for key in SIZES}, num_key_value_heads=kv_heads, head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta, rope_scaling=scaling,
+        **sizes, num_key_value_heads=kv_heads, head_dim=head_dim,
+        rms_norm_eps=number("rms_norm_eps", 1e-15, 1.0, 1e-6), rope_theta=theta, rope_scaling=scaling,
         qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
         tie_word_embeddings=HEAD not in _headers(folder) if tied is None else bool(tied),
-        max_position_embeddings=raw.get("max_position_embeddings", 32768))
+        max_position_embeddings=number("max_position_embeddings", 1, 2**31, 32768))
 
 
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
@@ -115,33 +128,34 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
         legal["attention_bias"] = False
     for key, value in legal.items():
         if raw.get(key) not in (None, value):
-            raise ModelError(f"{path} says {key} {str(raw[key])[:80]!r}; this project runs {value}; use a model without it")
-    windowed = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
-    if "layer_types" in raw:
-        windowed = set(raw["layer_types"] or ()) - {"full_attention"}
-    elif raw["model_type"] == "llama" or raw.get("max_window_layers", 28) >= (raw.get("num_hidden_layers") or 0):
-        windowed = False  # no layer is beyond the first max_window_layers, which see everything
-    if windowed:
-        raise ModelError(f"{path} says sliding_window {raw.get('sliding_window')} for some layers; every layer here sees all "
-                         f"tokens; use a model with full attention")
+            raise ModelError(f"{path} says {key} {raw[key]!r:.80}; this project runs {value}; use a model without it")
+    kinds, window = raw.get("layer_types"), raw.get("sliding_window", 4096)
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ModelError(f"{path} says layer_types {kinds!r:.80}; every layer here is a 'full_attention'; use a model of those")
+    if kinds is None and raw["model_type"] != "llama" and raw.get("use_sliding_window") and window is not None:
+        if read_number(path, raw, "max_window_layers", 0, MAX_SIZE, 28) < raw["num_hidden_layers"]:  # the first see everything
+            raise ModelError(f"{path} says sliding_window {window!r:.80} for some layers; every layer here sees all tokens; "
+                             f"use a model with full attention")
 
 
 def _rope(path: Path, raw: dict[str, Any]) -> tuple[float, dict[str, float] | None]:
     """Base and Llama 3 scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind not in ("default", "llama3") or any(isinstance(v, dict) for v in rope.values()):
-        raise ModelError(f"{path} says rope_type {kind!r}; known are default and llama3; use a model with one of these")
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{path} says partial_rotary_factor {rope['partial_rotary_factor']}; this project runs 1.0; use a "
-                         f"model without it")
+    flat = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
+    kind = rope.get("rope_type", rope.get("type", "default")) if flat else rope
+    if not flat or kind not in ("default", "llama3"):
+        raise ModelError(f"{path} says rope_type {kind!r:.80}; known are default and llama3; use a model with one of these")
+    theta = read_number(path, raw | {k: v for k, v in rope.items() if v is not None}, "rope_theta", 1.0, 1e15, 10000.0)
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ModelError(f"{path} says partial_rotary_factor {rope['partial_rotary_factor']!r:.80}; this project runs 1.0; use "
+                         f"a model without it")
     if kind == "default":
         return theta, None
-    for key in LLAMA3:
-        if not isinstance(rope.get(key), (int, float)) or rope[key] <= 0:
-            raise ModelError(f"{path} says {key} {rope.get(key)!r}; llama3 scaling needs a positive number; {AGAIN}")
-    return theta, {key: rope[key] for key in LLAMA3}
+    scaling = {key: read_number(path, rope, key, 1e-6, 1e9) for key in LLAMA3}
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ModelError(f"{path} says low_freq_factor {scaling['low_freq_factor']}; it must be under high_freq_factor "
+                         f"({scaling['high_freq_factor']}); {AGAIN}")
+    return theta, scaling
 
 
 # -- reading weights -------------------------------------------------------------------------------------------------
@@ -232,8 +246,11 @@ def _own_name(name: str) -> str:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The model's tensors; every layer has the first one's."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Model(config).state_dict().items()}
+        state = Model(replace(config, num_hidden_layers=1)).state_dict()
+    return {name.replace("layers.0.", f"layers.{layer}."): tuple(p.shape)
+            for layer in range(config.num_hidden_layers) for name, p in state.items()}
 
 
 # -- writing weights -------------------------------------------------------------------------------------------------
