@@ -185,10 +185,53 @@ def test_a_tokenizer_that_never_ends_is_named(folder):
         tokenizer.load(folder)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('System role\nnot supported') }}", "{{ messages[0].content + 1 }}",
-                                      "{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"])
-def test_a_template_that_refuses_or_escapes_is_one_sentence(folder, template):
+@pytest.mark.parametrize("template, why", [
+    ("{{ raise_exception('System role\nnot supported') }}", "System role not supported"), ("{{ messages[0].content + 1 }}", ""),
+    ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"), ("{{ messages.append(1) }}", "unsafe"),
+    ("{% set x = 0 %}{{ 1 / x }}", "division"), ("{% for i in range(10**9) %}{% endfor %}", "too big"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"), ("{% set x = 1e308 %}{{ x ** 5 }}", "out of range"),
+    ("{% set x = 10**15 %}{{ 'x' * x }}", "MemoryError")])
+def test_a_template_that_refuses_or_escapes_is_one_sentence(folder, template, why):
     write(folder, chat_template=template)
-    with pytest.raises(ModelError, match="template refuses a conversation of system, user") as error:
-        tokenizer.load(folder).render(MESSAGES)
+    with pytest.raises(ModelError, match=f"template refuses a conversation of user .*{why}") as error:
+        tokenizer.load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_template_that_refuses_one_conversation_is_one_sentence(folder):
+    write(folder, chat_template="{{ messages[0].content if messages[0].role == 'user' else raise_exception('no') }}")
+    with pytest.raises(ModelError, match=r"template refuses a conversation of system, user \(no\)"):
+        tokenizer.load(folder).render(MESSAGES)
+
+
+@pytest.mark.parametrize("template, why", [
+    *((bad, "says chat_template") for bad in (5, True, [{"name": "default", "template": 5}])),
+    *((bad, "without a chat template") for bad in ([1], ["x"], [{"name": "default"}], "")),
+    *((bad, "leaves out what the user says") for bad in ("hello", '{{ "" }}', "{{ tools }}")),
+    *((bad, "does not parse") for bad in ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "{% if 1 %}" * 5000 + "{% endif %}" * 5000))])
+def test_a_template_that_is_none_is_refused_at_load(folder, template, why):
+    write(folder, chat_template=template)
+    with pytest.raises(ModelError, match=why) as error:
+        tokenizer.load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ["x", ["x"], {}, [[]], -1, 1.5, True, 10**9, [2, -1]], ids=str)
+def test_an_end_of_answer_that_is_no_token_id_is_named(folder, name, value):
+    (folder / name).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=f"{name} says eos_token_id .* whole number"):
+        tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("token", [5, True, ["x"], {"content": 5}])
+def test_a_token_that_is_no_text_is_named(folder, token):
+    write(folder, chat_template=CHATML, eos_token=token)
+    with pytest.raises(ModelError, match="tokenizer_config.json says eos_token .* a text"):
+        tokenizer.load(folder)
+
+
+def test_an_empty_vocabulary_is_named(folder):
+    Tokenizer(models.BPE()).save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelError, match="tokenizer.json .* empty"):
+        tokenizer.load(folder)

@@ -168,6 +168,13 @@ def test_a_tokenizer_larger_than_the_model_is_named(tmp_path):
         check_model(tmp_path)
 
 
+def test_an_end_of_answer_that_the_model_has_no_row_for_is_named(tmp_path):
+    saved(FAMILIES["qwen2"], tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 101}')
+    with pytest.raises(ModelError, match="ids up to 101, but the model has 101 rows"):
+        check_model(tmp_path)
+
+
 # -- export ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 
+_PROBE = "31415926"  # a message that survives a template's trimming and change of case
 
 class Tokenizer:
     """encode, decode and render for one model directory; stop_token_ids are all tokens that end an answer."""
@@ -75,7 +76,7 @@ class Tokenizer:
     def _apply(self, messages: Sequence[dict[str, Any]], tools: list | None) -> str:
         try:
             return self.template.render(messages=messages, tools=tools, add_generation_prompt=True, **self.variables)
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a stranger's program: it may divide by zero, recurse, use up the memory
             from toolr0_core.weights import ModelError
 
             roles = ", ".join(str(m.get("role")) for m in messages)
@@ -91,7 +92,7 @@ class Tokenizer:
 
 def load(path_or_preset: str | Path) -> Tokenizer:
     """The tokenizer of a model directory or preset. Raises weights.ModelError where a file is missing or unusable."""
-    from toolr0_core.weights import ModelError, model_path, read_json
+    from toolr0_core.weights import MAX_SIZE, ModelError, model_path, read_json, read_number
 
     folder = model_path(path_or_preset)
     if not (folder / "tokenizer.json").is_file():
@@ -100,33 +101,49 @@ def load(path_or_preset: str | Path) -> Tokenizer:
     template = _template(folder, config)
     if not template:
         raise ModelError(f"{folder} has a tokenizer without a chat template; use an instruct model, or add chat_template.jinja")
-    names = {k: _content(config.get(k)) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    names = {key: _text(folder, key, _content(config.get(key))) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     try:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
+        if not backend.get_vocab():
+            raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises bare Exceptions
         raise ModelError(f"{folder}/tokenizer.json cannot be read ({_one_line(error)}); copy that of the base model "
                          f"there") from None
-    stops = [i for name in ("generation_config.json", "config.json")
-             for i in _as_list(read_json(folder / name, missing={}).get("eos_token_id"))]
-    stops += [backend.token_to_id(names["eos_token"])] if names["eos_token"] else []
-    stops = sorted({i for i in stops if i is not None})
+    stops = {backend.token_to_id(names["eos_token"] or "")} - {None}
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        for i in _as_list(read_json(path, missing={}).get("eos_token_id")):
+            stops |= {read_number(path, {"eos_token_id": i}, "eos_token_id", 0, MAX_SIZE)} if i is not None else set()
     if not stops:
         raise ModelError(f"{folder} names no token that ends an answer; set eos_token_id in its generation_config.json")
     try:
-        return Tokenizer(backend, template, {k: v or "" for k, v in names.items()}, stops)
-    except TemplateError as error:
+        tokenizer = Tokenizer(backend, template, {k: v or "" for k, v in names.items()}, sorted(stops))
+    except Exception as error:  # Python's compiler refuses some of what jinja2 makes, and both recurse
         raise ModelError(f"{folder} has a chat template that does not parse ({_one_line(error)}); correct it, or copy that of "
                          f"the base model there") from None
+    if _PROBE not in tokenizer._apply([{"role": "user", "content": _PROBE}], None):
+        raise ModelError(f"{folder} has a chat template that leaves out what the user says; correct it, or copy that of the "
+                         f"base model there")
+    return tokenizer
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
     """The text of the chat template: its own file where there is one, as newer models have it, else the config's."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+    return _text(folder, "chat_template", template)
+
+
+def _text(folder: Path, key: str, value: Any) -> str | None:
+    """The value of the tokenizer's setting. Raises ModelError where it is neither a text nor absent."""
+    from toolr0_core.weights import ModelError
+
+    if value is not None and not isinstance(value, str):
+        raise ModelError(f"{folder}/tokenizer_config.json says {key} {value!r:.80}; it must be a text; copy that of the base "
+                         f"model there")
+    return value
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -160,7 +177,7 @@ def _raise(message: str) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _content(token: Any) -> str | None:

@@ -27,7 +27,7 @@ COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json
               "special_tokens_map.json", "added_tokens.json", "merges.txt")
 HEAD = "lm_head.weight"
 AGAIN = "fetch the whole model directory again"
-MAX_SIZE, MAX_LAYERS = 2**20, 1000  # no model of these families is near; torch crashes where a product is beyond 2**63
+MAX_SIZE, MAX_LAYERS = 10**6, 1000  # no model of these families is near; torch crashes where a product is beyond 2**63
 
 
 class ModelError(ValueError):
@@ -190,9 +190,10 @@ def check_model(folder: Path, weights: bool = True) -> None:
     config = read_config(folder)
     if weights or any(folder.glob("*.safetensors")):
         check_tensors(folder, config)
-    size = tokenizer.load(folder).vocab_size
+    text = tokenizer.load(folder)
+    size = max(text.vocab_size, 1 + max(text.stop_token_ids))
     if size > config.vocab_size:
-        raise ModelError(f"{folder}/tokenizer.json has token ids up to {size - 1}, but the model has {config.vocab_size} rows; "
+        raise ModelError(f"{folder}: the tokenizer has token ids up to {size - 1}, but the model has {config.vocab_size} rows; "
                          f"copy the base model's tokenizer files there")
 
 
