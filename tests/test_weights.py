@@ -104,6 +104,12 @@ def test_windows_that_no_layer_uses_are_no_reason_to_refuse(settings, tmp_path):
     assert read_config(config_file(tmp_path, model_type="qwen2", **settings)).num_hidden_layers == 4
 
 
+def test_json_that_is_nested_too_deep_is_one_sentence(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ModelError, match="config.json cannot be read .*recursion"):
+        read_config(tmp_path)
+
+
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 

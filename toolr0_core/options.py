@@ -102,32 +102,32 @@ def _reader(value: Any) -> Callable[[str], Any]:
         try:
             return int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number") from None
 
     def number(text: str) -> float:
         try:
             found = float(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             found = math.nan
         if not math.isfinite(found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not a finite number")
         return found
 
     def boolean(text: str) -> bool:
         if text.lower() not in ("true", "false"):
-            raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is neither true nor false")
         return text.lower() == "true"
 
     def mapping(text: str) -> dict:
         try:
             loaded = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             loaded = None
         if not isinstance(loaded, dict):
-            raise argparse.ArgumentTypeError(f'{text!r} is no JSON object, such as {{"2": 0.5}}')
+            raise argparse.ArgumentTypeError(f'{text!r:.80} is no JSON object, such as {{"2": 0.5}}')
         try:
             return {int(k): number(v) for k, v in loaded.items()}
         except (TypeError, ValueError):
-            raise argparse.ArgumentTypeError(f"{text!r} is no map of whole numbers to weights") from None
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is no map of whole numbers to weights") from None
 
     return {bool: boolean, int: whole, float: number, dict: mapping}.get(type(value), str)
