@@ -82,6 +82,21 @@ def test_impossible_numbers_are_named_with_their_rule(group, changes, named):
     assert "has to be" in str(error.value) and "\n" not in str(error.value)
 
 
+NUMBERS = {name: value for name, (value, _) in options.leaves(Config()).items() if type(value) in (int, float) and name != "seed"}
+
+
+@pytest.mark.parametrize("name, value", [
+    *((name, -value if sign else value) for name in NUMBERS for value in ([10**20] if type(NUMBERS[name]) is int else [1e300])
+      for sign in (0, 1)),
+    *((name, 1e-320) for name in ("rewards.sigma", "sampler.temperature", "curriculum.temperature", "sampler.top_p",
+                                  "curriculum.probe_temperature", "sampler.kv_gib", "solver.lr", "grpo.max_grad_norm")),
+    ("specs.one_call_menu", {2: 1e308}), ("specs.two_call_menu", {10**20: 1.0})])
+def test_no_number_is_without_bounds(name, value):
+    with pytest.raises(ValueError, match=name) as error:
+        presets.validate(options.with_values(presets.nano(), {name: value}))
+    assert "has to be" in str(error.value) and len(str(error.value)) < 250
+
+
 def test_the_ablation_of_the_difficulty_reward_turns_its_term_off():
     assert parse("--ablate", "no-difficulty").rewards.difficulty  # as asked; resolve draws the conclusion
     assert not presets.resolve(parse("--ablate", "no-difficulty")).rewards.difficulty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -66,61 +67,57 @@ PRESETS: dict[str, Callable[[], Config]] = {
 
 
 Rule = tuple[bool, str, object, str]  # holds, setting, its value, "it has to be ..."
+MANY = 10**7  # of anything that is counted
+BOUNDS: dict[tuple[float, float], tuple[str, ...]] = {  # beyond them, something overflows, underflows or never ends
+    (0, MANY): ("iterations", "generator.steps", "solver.steps", "generator.max_new_tokens", "solver.max_new_tokens",
+                "curriculum.min_question", "curriculum.min_description", "grpo.warmup", "sampler.top_k", "eval.limit",
+                "prompts.generator_examples", "prompts.solver_examples"),
+    (1, MANY): ("generator.completions", "solver.completions", "curriculum.probes", "curriculum.candidates", "curriculum.keep",
+                "grpo.updates", "grpo.micro_batch_tokens", "eval.samples", "sampler.max_new_tokens", "sampler.max_sequences"),
+    (2, MANY): ("grpo.group_size",),  # an advantage is relative to a group
+    (1e-12, 1): ("generator.lr", "solver.lr"),
+    (1e-3, 100): ("sampler.temperature", "curriculum.temperature", "curriculum.probe_temperature", "rewards.sigma"),
+    (1e-3, 1): ("sampler.top_p", "curriculum.near_duplicate"),
+    (0, 1): ("specs.multi_turn", "specs.two_calls", "curriculum.easy", "curriculum.medium", "curriculum.hard",
+             "grpo.weight_decay"),
+    (0, 100): ("curriculum.again",),
+    (1e-6, 10**6): ("grpo.max_grad_norm",),
+    (0, 10**6): ("grpo.beta", "grpo.clip_high", *(f"rewards.{name}" for name in (
+        "menu_weight", "required_weight", "grounded_weight", "answer_tag", "answer_parses", "answer_calls", "name_weight",
+        "keys_weight", "values_weight", "extra_call_penalty")))}
 
 
 def validate(config: Config) -> None:
     """Raises ValueError, in one sentence, for a setting that cannot work: the value, the rule, the remedy."""
-    for ok, name, value, rule in (*_number_rules(config), *_phase_rules(config), *_share_rules(config), *_word_rules(config)):
+    for ok, name, value, rule in chain(_number_rules(config), _share_rules(config), _word_rules(config)):
         if not ok:
-            raise ValueError(f"--{name} is {value}; it has to be {rule}")
+            raise ValueError(f"--{name} is {value!s:.80}; it has to be {rule}")
 
 
 def _number_rules(c: Config) -> Iterator[Rule]:
-    """Settings with a lower bound, and some that need an explanation."""
-    yield c.grpo.group_size >= 2, "grpo.group_size", c.grpo.group_size, "at least 2: an advantage is relative to a group"
-    yield c.sampler.temperature > 0, "sampler.temperature", c.sampler.temperature, "above 0: rollouts have to differ"
-    yield (c.curriculum.probe_temperature > 0, "curriculum.probe_temperature", c.curriculum.probe_temperature,
-           "above 0: probes have to differ")
+    """Settings with bounds, and some that need an explanation."""
+    for (low, high), names in BOUNDS.items():
+        for name in names:
+            yield low <= _get(c, name) <= high, name, _get(c, name), f"from {low} to {high:,}"
     yield (0 <= c.rewards.low <= c.rewards.high <= 1, "rewards.low", c.rewards.low,
            f"between 0 and rewards.high ({c.rewards.high}), which is at most 1")
-    bounds = {
-        "above 0": ("rewards.sigma", "curriculum.temperature", "grpo.max_grad_norm"),
-        "at least 1": ("curriculum.probes", "curriculum.candidates", "curriculum.keep", "grpo.updates", "eval.samples",
-                       "grpo.micro_batch_tokens", "sampler.max_new_tokens", "sampler.max_sequences"),
-        "0 or more": ("iterations", "curriculum.again", "curriculum.min_question", "curriculum.min_description", "grpo.beta",
-                      "grpo.clip_high", "grpo.weight_decay", "grpo.warmup", "sampler.top_k", "sampler.kv_gib", "eval.limit",
-                      "prompts.generator_examples", "prompts.solver_examples", "rewards.extra_call_penalty")}
-    for rule, names in bounds.items():
-        for name in names:
-            value = _get(c, name)
-            yield {"above 0": value > 0, "at least 1": value >= 1, "0 or more": value >= 0}[rule], name, value, rule
-
-
-def _phase_rules(c: Config) -> Iterator[Rule]:
-    """Both roles' steps, batches and learning rates."""
-    for name in ("generator", "solver"):
-        phase = getattr(c, name)
-        yield phase.steps >= 0, f"{name}.steps", phase.steps, "0 or more"
-        yield phase.lr > 0, f"{name}.lr", phase.lr, "above 0"
-        yield phase.max_new_tokens >= 0, f"{name}.max_new_tokens", phase.max_new_tokens, "0 (sampler.max_new_tokens) or more"
-        yield (phase.completions > 0 and phase.completions % max(c.grpo.group_size, 1) == 0, f"{name}.completions",
-               phase.completions, f"a multiple of grpo.group_size ({c.grpo.group_size})")
+    kv_gib = c.sampler.kv_gib
+    yield kv_gib == 0 or 1e-3 <= kv_gib <= 10**6, "sampler.kv_gib", kv_gib, "0 (what fits) or from 0.001 to 1,000,000"
+    for name in ("generator.completions", "solver.completions"):
+        yield (_get(c, name) % c.grpo.group_size == 0, name, _get(c, name),
+               f"a multiple of grpo.group_size ({c.grpo.group_size})")
 
 
 def _share_rules(c: Config) -> Iterator[Rule]:
     """Shares, and weights of menu sizes."""
-    for name in ("specs.multi_turn", "specs.two_calls", "curriculum.easy", "curriculum.medium", "curriculum.hard"):
-        yield 0 <= _get(c, name) <= 1, name, _get(c, name), "in [0, 1]"
-    for name in ("sampler.top_p", "curriculum.near_duplicate"):
-        yield 0 < _get(c, name) <= 1, name, _get(c, name), "in (0, 1]"
     for name in ("grpo.clip_low", "grpo.adam_beta1", "grpo.adam_beta2", "curriculum.min_p"):
         yield 0 <= _get(c, name) < 1, name, _get(c, name), "in [0, 1)"
     mix = c.curriculum.easy + c.curriculum.medium + c.curriculum.hard
     yield abs(mix - 1) < 1e-6, "curriculum.easy", c.curriculum.easy, f"such that easy + medium + hard is 1, not {mix:g}"
     for name in ("specs.one_call_menu", "specs.two_call_menu"):
         menu = _get(c, name)
-        yield (min(menu, default=0) >= 1 and min(menu.values()) >= 0 < sum(menu.values()), name, menu,
-               "menu sizes of at least 1 with weights of 0 or more, not all 0")
+        yield (menu and all(1 <= n <= 1000 and 0 <= weight <= 10**6 for n, weight in menu.items()) and any(menu.values()), name,
+               menu, "menu sizes from 1 to 1,000 with weights from 0 to 1,000,000, not all 0")
 
 
 def _word_rules(c: Config) -> Iterator[Rule]:
