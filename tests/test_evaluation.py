@@ -104,12 +104,15 @@ def test_a_file_without_rows_is_an_error(content, why, tmp_path):
                                   '{"id": 1, "question": "q", "tools": [], "gold": []}',
                                   *(json.dumps(ROW | bad) for bad in (
                                       {"question": None}, {"tools": [{"name": 3}]}, {"tools": ROW["tools"] * 2}, {"gold": []},
-                                      {"gold": [{"name": "f"}]}, {"gold": [[{"name": "f", "arguments": [1]}]]}, {"gold": [[3]]}))])
+                                      {"gold": [{"name": "f"}]}, {"gold": [[{"name": "f", "arguments": [1]}]]}, {"gold": [[3]]},
+                                      *({key: "half \ud800"} for key in ("id", "question", "note")), {"meta": {"group": "\udfff"}},
+                                      {"gold": [[{"name": "f", "arguments": {"\ud800": 1}}]]}))])
 def test_a_bad_row_is_named_by_file_and_line(line, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROW) + "\n" + line + "\n")
-    with pytest.raises(ValueError, match="rows.jsonl, line 2: .* a row is an object with"):
+    with pytest.raises(ValueError, match="rows.jsonl, line 2: .* a row is an object with") as error:
         heldout.load(path)
+    assert str(error.value).encode()
 
 
 def test_held_out_tasks_need_what_pretraining_never_showed():

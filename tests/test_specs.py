@@ -38,13 +38,14 @@ def test_a_domain_file_replaces_names_and_weights(tmp_path):
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"a": 1}', '{"a": {"weight": -1}}', '{"a": {"weight": "x"}}',
                                      '{"a": {"weight": true}}', '{"a": {"weight": NaN}}', '{"a": {"weight": 1' + "0" * 400 + "}}",
-                                     '{"a": {"weight": 1e308}}', '{"a": {"weight": 1}, "a": {"weight": 2}}', "[" * 10**5, "\ud7ff"])
+                                     '{"a": {"weight": 1e308}}', '{"a": {"weight": 1}, "a": {"weight": 2}}', "[" * 10**5, "\ud7ff",
+                                     '{"a\\ud800": {}}', '{"a": {"description": "\\udc00 b"}}', '{"a": {"description": 5}}'])
 def test_a_bad_domain_file_is_one_sentence(content, tmp_path):
     path = tmp_path / "domains.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="domains.json") as error:
         load_domains(path)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and str(error.value).encode()
 
 
 def test_a_domain_file_that_is_absent_or_binary_is_one_sentence(tmp_path):

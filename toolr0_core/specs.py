@@ -58,8 +58,16 @@ def load_domains(path: str | Path) -> dict[str, Domain]:
     for name, entry in table.items():
         weight = entry.get("weight", 1) if isinstance(entry, dict) else None
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= _MAX_WEIGHT:
-            raise ValueError(f"specs.domains {path}: domain {name!r} is {entry!r:.80}; the file has to be {form}")
-    return {name: Domain(float(entry.get("weight", 1)), str(entry.get("description", ""))) for name, entry in table.items()}
+            raise ValueError(f"specs.domains {path}: domain {name!r:.80} is {entry!r:.80}; the file has to be {form}")
+        if not is_text(name) or not is_text(entry.get("description", "")):
+            raise ValueError(f"specs.domains {path}: domain {name!r:.80} has a name or description that is no text or "
+                             f"holds half of a surrogate pair; write its whole characters")
+    return {name: Domain(float(entry.get("weight", 1)), entry.get("description", "")) for name, entry in table.items()}
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string that can be printed and saved, which half of a surrogate pair (JSON's \\ud800) cannot."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from toolr0_core.evaluation.statistics import mean_interval, paired_difference, 
 from toolr0_core.matching import calls_equal
 from toolr0_core.parse import parse_calls, parse_menu
 from toolr0_core.schema import Failure, Task, ToolCall
+from toolr0_core.specs import is_text
 
 FIGURES = ("greedy", "avg8", "pass8", "format")
 
@@ -54,6 +55,8 @@ def _row(obj: Any) -> Row:
     """The row of one line's object. Raises ValueError with what is wrong."""
     if not isinstance(obj, dict):
         raise ValueError("not an object")
+    if not is_text(json.dumps(obj, ensure_ascii=False)):
+        raise ValueError("half of a surrogate pair, which cannot be printed")
     for key in ("id", "question", "tools", "gold"):
         if key not in obj:
             raise ValueError(f"{key} is missing")
