@@ -79,14 +79,16 @@ def _read(value: Any) -> Any:
         return int(text) if number is text else number
     if text[:1] in ("[", "{") and text[-1:] in ("]", "}") and nesting(text) <= MAX_DEPTH:
         try:
-            return json.loads(text, parse_constant=_refuse)
+            return json.loads(text, parse_float=_finite, parse_constant=_finite)
         except (ValueError, RecursionError):
             return text
     return text
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def _finite(text: str) -> float:
+    if math.isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text} is no number that equals itself")
 
 
 def call_equal(a: ToolCall, b: ToolCall, rule: str = "lenient") -> bool:
