@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_held_out_figures_by_hand(tmp_path):
     assert heldout.gains(per_row, [per_row[0]] * 2)["avg8"]["value"] == 0.25
 
 
-def test_groups_are_reported_apart_with_intervals(capsys):
+def test_groups_are_reported_apart_with_intervals(capsys, monkeypatch):
     rows = [{"group": g, "greedy": v, "avg8": v / 2, "pass8": 1.0, "format": 1.0} for g, v in [("[red]x", 1.0), ("y", 0.0)] * 2]
     base = {"iteration": 0} | heldout.summarise(rows)
     assert base["groups"]["[red]x"] == {"n": 2} | {name: base["groups"]["[red]x"][name] for name in heldout.FIGURES}
@@ -78,6 +79,12 @@ def test_groups_are_reported_apart_with_intervals(capsys):
         assert words in printed
     assert (printed.count("base "), printed.count("iteration 1"), printed.count("iteration 2")) == (4, 1, 3)
     heldout.print_table({"base": base, "iterations": []})  # a run that stopped after the base
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes a terminal of the captured output
+    heldout.print_table({"base": base, "iterations": [later]})
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert ".500 [" not in printed and ".500 " in printed and "+.000 [+.000, +.000]" in printed
 
 
 def test_a_menu_may_be_json_schema_and_a_question_any_text(tmp_path):
