@@ -57,8 +57,9 @@ def run(config, own) -> int:
         show_plan(config, source, text)
         return 0
     world = distributed.setup()
-    world.on_main(lambda: check_out(out, config, resume=own.resume == "auto"))
     rundir = RunDir(out, writes=world.main)
+    world.on_main(rundir.hold)
+    world.on_main(lambda: check_out(out, config, resume=own.resume == "auto"))
     rundir.write_config(config)
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
     players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]

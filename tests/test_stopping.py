@@ -1,4 +1,4 @@
-"""Ctrl-C where no step can be finished, and a run directory that lost its settings."""
+"""Ctrl-C where no step can be finished; a run directory that is in use, or that lost its settings."""
 
 import importlib.util
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolr0_core.presets import nano
-from toolr0_core.rundir import check_out
+from toolr0_core.rundir import RunDir, check_out
 
 PROGRAM = Path(__file__).parents[1] / "launch" / "selfplay.py"
 
@@ -28,3 +28,12 @@ def test_checkpoints_without_settings_are_no_fresh_directory(tmp_path):
     for resume in (False, True):
         with pytest.raises(ValueError, match="checkpoints but no config.json"):
             check_out(tmp_path, nano(), resume)
+
+
+def test_a_directory_has_one_run_at_a_time(tmp_path):
+    first = RunDir(tmp_path / "out", writes=True)
+    first.hold()
+    with pytest.raises(ValueError, match="out is in use by another run; wait"):
+        RunDir(tmp_path / "out", writes=True).hold()
+    first.lock.close()  # as the end of its process would
+    RunDir(tmp_path / "out", writes=True).hold()

@@ -5,6 +5,7 @@ Only rank 0 writes; every rank reads. JSON lines are ASCII, so that no text of a
 
 from __future__ import annotations
 
+import fcntl
 import json
 import signal
 import sys
@@ -72,6 +73,21 @@ class RunDir:
         self.started = time.time()
 
     # -- files -------------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Makes the directory this process's own until it ends, however it ends. Raises ValueError where another has it."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.out / ".lock").open("a")
+        except OSError as error:
+            raise _unwritable("--out", self.out, error) from None
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {self.out} is in use by another run; wait until that ends, or name another "
+                             f"directory") from None
+        except OSError:  # a file system without locks
+            pass
 
     def write_config(self, config: Config) -> None:
         if self.writes:
@@ -188,7 +204,7 @@ def check_out(out: Path, config: Config, resume: bool) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}); name a directory of yours") from None
+        raise _unwritable("--out", out, error) from None
     stored = out / "config.json"
     if not stored.exists():
         if (out / "checkpoints").exists():  # of which settings nobody can tell
@@ -203,6 +219,10 @@ def check_out(out: Path, config: Config, resume: bool) -> None:
         k = changed[0]
         raise ValueError(f"--resume: {out} was started with --{k} {former.get(k)!r}, not {now.get(k)!r} "
                          f"({len(changed)} settings differ); give it the settings it was started with, or name a new --out")
+
+
+def _unwritable(option: str, path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{option} {path} cannot be written ({error.strerror}); name a place that is yours to write")
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
