@@ -6,10 +6,26 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import os
+import signal
 import sys
-from pathlib import Path
+
+STOPPED = "\nstopped at once; go on with the same command and --resume auto"
+
+
+def stop_at_once(*_) -> None:
+    """Ctrl-C until the run listens: one line, whatever is being imported."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{STOPPED}\n".encode())
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop_at_once)
+
+import copy  # noqa: E402
+import json  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 try:
     from toolr0_core import options, presets
@@ -29,8 +45,8 @@ def main(argv: list[str]) -> int:
         return run(config, own)
     except (ValueError, OSError, FloatingPointError) as error:
         options.fail(error)
-    except KeyboardInterrupt:  # before the run listens, or a second Ctrl-C
-        print("\nstopped at once; go on with the same command and --resume auto", file=sys.stderr)
+    except KeyboardInterrupt:  # a second Ctrl-C
+        print(STOPPED, file=sys.stderr)
         return 130
 
 

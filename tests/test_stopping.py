@@ -1,6 +1,10 @@
 """Ctrl-C where no step can be finished; a run directory that is in use, or that lost its settings."""
 
 import importlib.util
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,16 @@ def test_ctrl_c_at_once_is_one_line_and_130(monkeypatch, capsys):
     monkeypatch.setattr(program, "run", interrupted)
     assert program.main(["--out", "x"]) == 130
     assert "--resume auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["numpy", "libtorch"])
+def test_ctrl_c_while_modules_are_imported_is_one_line_and_130(library, tmp_path):
+    process = subprocess.Popen([sys.executable, PROGRAM, "--out", tmp_path / "out"], stderr=subprocess.PIPE, text=True)
+    while library not in Path(f"/proc/{process.pid}/maps").read_text() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and len(error.strip().splitlines()) == 1 and "--resume auto" in error
 
 
 def test_checkpoints_without_settings_are_no_fresh_directory(tmp_path):
