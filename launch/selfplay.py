@@ -60,16 +60,20 @@ def run(config, own) -> int:
     from toolr0_core.evaluation import heldout
     from toolr0_core.plan import check_prompts, show_plan
     from toolr0_core.roles import Player
-    from toolr0_core.rundir import RunDir, StopRequest, check_out
+    from toolr0_core.rundir import RunDir, StopRequest, check_file, check_out
     from toolr0_core.selfplay import Interrupted, SelfPlay
     from toolr0_core.weights import check_model, model_path
 
+    if own.json and Path(own.json).parent != out:  # which may be yet to be made
+        check_file("--json", Path(own.json))
     source = model_path(config.model or config.preset, weights=not own.dry_run)
     check_model(source, weights=not own.dry_run)
     text = tokenizer.load(source)
     check_prompts(config, text)
     rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
     if own.dry_run:
+        if config.out:
+            check_out(out, config, resume=own.resume == "auto")
         show_plan(config, source, text)
         return 0
     world = distributed.setup()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +78,9 @@ class RunDir:
 
     def hold(self) -> None:
         """Makes the directory this process's own until it ends, however it ends. Raises ValueError where another has it."""
-        try:
+        with _writing("--out", self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = (self.out / ".lock").open("a")
-        except OSError as error:
-            raise _unwritable("--out", self.out, error) from None
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -197,14 +197,14 @@ def _whole_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def check_out(out: Path, config: Config, resume: bool) -> None:
-    """Raises ValueError where this run cannot use `out`: not writable, another run's, or a resume with other settings."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise _unwritable("--out", out, error) from None
+    """Raises ValueError where this run cannot use `out`: not writable, another run's, or a resume with other settings.
+
+    Leaves nothing behind.
+    """
+    with _writing("--out", out):
+        with suppress(FileNotFoundError):
+            out.stat()  # for a name that cannot be
+        tempfile.TemporaryFile(dir=nearest(out)).close()
     stored = out / "config.json"
     if not stored.exists():
         if (out / "checkpoints").exists():  # of which settings nobody can tell
@@ -221,8 +221,28 @@ def check_out(out: Path, config: Config, resume: bool) -> None:
                          f"({len(changed)} settings differ); give it the settings it was started with, or name a new --out")
 
 
-def _unwritable(option: str, path: Path, error: OSError) -> ValueError:
-    return ValueError(f"{option} {path} cannot be written ({error.strerror}); name a place that is yours to write")
+def check_file(option: str, path: Path) -> None:
+    """Raises ValueError where a file could not be written later on. Leaves nothing behind."""
+    with _writing(option, path):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        else:
+            path.open("a").close()
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the first of its parents that is there."""
+    return next(p for p in (path, *path.parents) if os.path.lexists(p))
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}); name a place that is yours to write") from None
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
