@@ -56,9 +56,9 @@ def run(config, own) -> int:
     if not config.out and not own.dry_run:
         raise ValueError("--out is missing; name the directory for this run, such as runs/first")
     out = Path(config.out)
-    from toolr0_core import distributed, model, tokenizer
+    from toolr0_core import checkpoint, distributed, model, tokenizer
     from toolr0_core.evaluation import heldout
-    from toolr0_core.plan import check_prompts, show_plan
+    from toolr0_core.plan import check_prompts, checkpoint_bytes, show_plan
     from toolr0_core.roles import Player
     from toolr0_core.rundir import RunDir, StopRequest, check_file, check_out
     from toolr0_core.selfplay import Interrupted, SelfPlay
@@ -71,15 +71,20 @@ def run(config, own) -> int:
     text = tokenizer.load(source)
     check_prompts(config, text)
     rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
+
+    def check() -> None:
+        check_out(out, config, resume=own.resume == "auto")
+        checkpoint.check_space(out / "checkpoints", checkpoint_bytes(config, source, int(os.environ.get("WORLD_SIZE", 1))))
+
     if own.dry_run:
         if config.out:
-            check_out(out, config, resume=own.resume == "auto")
+            check()
         show_plan(config, source, text)
         return 0
     world = distributed.setup()
     rundir = RunDir(out, writes=world.main)
     world.on_main(rundir.hold)
-    world.on_main(lambda: check_out(out, config, resume=own.resume == "auto"))
+    world.on_main(check)
     rundir.write_config(config)
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
     players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]

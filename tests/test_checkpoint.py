@@ -48,6 +48,17 @@ def test_a_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["old"]
 
 
+def test_space_is_there_for_what_is_kept_and_one_more(tmp_path, monkeypatch):
+    free = 5 * 2**20 // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(10, 10, free))
+    folder = tmp_path / "yet" / "to come"
+    with pytest.raises(ValueError, match="2 MiB are free and 3 checkpoints need 3; make room"):
+        checkpoint.check_space(folder, 10)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(folder, "old", tensors(), {})
+    checkpoint.check_space(folder, 10)
+
+
 def test_a_disk_that_fills_up_while_saving_leaves_the_former_one(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, "same", tensors(1), {"step": 1})
 

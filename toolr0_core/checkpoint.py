@@ -16,19 +16,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
+KEEP = 2
 
 
-def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
+def check_space(folder: Path, size: int, keep: int = KEEP) -> None:
+    """Raises ValueError where the disk cannot hold one more checkpoint of `size` bytes beside the `keep` that stay."""
+    there = next(p for p in (folder, *folder.parents) if p.is_dir())
+    copies = 1 + max(0, keep - len(_by_age(folder)))
+    free, need = shutil.disk_usage(there).free, copies * (size + 2**20)
+    if free < need:
+        wants = "a checkpoint needs" if copies == 1 else f"{copies} checkpoints need"
+        raise ValueError(f"{folder}: {free / 2**20:,.0f} MiB are free and {wants} {need / 2**20:,.0f}; make room, then go on "
+                         f"with --resume auto")
+
+
+def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = KEEP) -> Path:
     """Writes folder/name whole or not at all, then drops all but the newest `keep` of those that can be read.
 
     Raises ValueError where the disk cannot hold it; what stood there before stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    need = sum(t.numel() * t.element_size() for t in tensors.values()) + 2**20
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise ValueError(f"{folder}: {free / 2**20:,.0f} MiB are free and a checkpoint needs {need / 2**20:,.0f}; make room, "
-                         f"then go on with --resume auto")
+    check_space(folder, sum(t.numel() * t.element_size() for t in tensors.values()), keep=0)
     part = folder / f".{name}.part"
     for stale in (part, *folder.glob(".*.part")):  # also of a save that was killed
         shutil.rmtree(stale, ignore_errors=True)
