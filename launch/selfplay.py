@@ -73,7 +73,7 @@ def run(config, own) -> int:
     rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
 
     def check() -> None:
-        check_out(out, config, resume=own.resume == "auto")
+        check_out(out, config, own.resume == "auto", [row.id for row in rows])
         checkpoint.check_space(out / "checkpoints", checkpoint_bytes(config, source, int(os.environ.get("WORLD_SIZE", 1))))
 
     if own.dry_run:

@@ -8,8 +8,9 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from torch import Tensor
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
 KEEP = 2
+T = TypeVar("T")
 
 
 def check_space(folder: Path, size: int, keep: int = KEEP) -> None:
@@ -57,15 +59,17 @@ def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, A
     return final
 
 
-def latest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest whole checkpoint as (tensors, state), None where there is none; a damaged one is named and skipped."""
+def latest(folder: Path, read: Callable[[dict[str, Any]], T] = dict) -> tuple[dict[str, Tensor], T] | None:
+    """The newest whole checkpoint as (tensors, read(state)), None where there is none; a damaged one, such as one whose state
+    `read` refuses by a ValueError or KeyError, is named and skipped."""
     for path in _by_age(folder):
         try:
-            record = json.loads((path / STATE).read_text())
+            record = _record(path)
+            state = read(record["state"])
             if _digest(path / TENSORS) != record["sha256"]:
                 raise ValueError("its tensors do not match their hash")
-            return load_file(path / TENSORS), record["state"]
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            return load_file(path / TENSORS), state
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             print(f"checkpoint {path} is damaged and skipped: {error}", file=sys.stderr)
     return None
 
@@ -100,13 +104,25 @@ def _by_age(folder: Path) -> list[Path]:
 
 def _order(path: Path) -> float:
     try:
-        return int(json.loads((path / STATE).read_text())["order"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _record(path)["order"]
+    except (OSError, ValueError):
         return math.inf
 
 
+def _record(path: Path) -> dict[str, Any]:
+    """What a checkpoint's STATE says. Raises OSError or ValueError where it is damaged."""
+    try:
+        record = json.loads((path / STATE).read_text())
+    except RecursionError:
+        record = None
+    types = {"sha256": str, "order": int, "state": dict}
+    if not (isinstance(record, dict) and all(type(record.get(key)) is kind for key, kind in types.items())):
+        raise ValueError(f"its {STATE} does not hold {', '.join(types)}")
+    return record
+
+
 def _next_order(folder: Path) -> int:
-    return 1 + max((int(o) for o in map(_order, _by_age(folder)) if o != math.inf), default=0)
+    return 1 + max((o for o in map(_order, _by_age(folder)) if o != math.inf), default=0)
 
 
 def _digest(path: Path) -> str:
