@@ -96,6 +96,7 @@ def run(config, own) -> int:
             rundir.say(f"stopped; go on with the same command and --resume auto (everything is in {out})")
             return 130
         finally:
+            rundir.keep_time()
             distributed.shutdown()
     if world.main:
         finish(summary, out, own.json)

@@ -57,6 +57,25 @@ def test_a_whole_run_is_gone_on_with_and_a_line_cut_short_is_left_out(tmp_path):
     assert run.read_curriculum(1)[0].p == 0.5 and len(run.read_evaluation(0)) == 2
 
 
+def test_time_is_counted_over_the_processes_of_a_run(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    for start, end in ((1000.0, 1060.0), (5000.0, 5030.0)):
+        now[0] = start
+        run = RunDir(tmp_path, writes=True)
+        run.hold()
+        now[0] = end
+        run.append("metrics.jsonl", Position(), [{}])
+        run.lock.close()
+    assert now[0] - run.started == 90
+    for text in ("", "nan", "-5", "1e999", "9" * 4000, "x"):
+        (tmp_path / ".seconds").write_text(text)
+        run = RunDir(tmp_path, writes=True)
+        run.hold()
+        run.lock.close()
+        assert run.started == now[0], text
+
+
 LOG = ["{}", "[]", "", "null", "5", '{"at": null}', '{"at": ["a", "b", "c"]}', '{"at": [1, 9, 0]}', '{"at": [1, 2, 3, 4]}',
        '{"at": [1, 2, Infinity]}', "[" * 200_000, "9" * 5000, "\x00"]
 OBJECT = ["[]", "", "null", "5", "{", "[" * 200_000, '{"a":' * 990 + "1" + "}" * 990]

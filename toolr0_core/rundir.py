@@ -28,6 +28,7 @@ from toolr0_core.schema import Task
 SECONDS_BETWEEN_LINES = 30  # of progress in a log file
 PHASES = ("generator", "curriculum", "solver", "evaluate")
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what damaged JSON comes to
+SECONDS = ".seconds"
 LOGS = ("metrics.jsonl", "rollouts.jsonl")
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class RunDir:
 
     def __init__(self, out: Path, writes: bool):
         self.out, self.writes = out, writes
-        self.started = time.time()
+        self.started = time.time()  # less what former processes of this run took
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -99,6 +100,13 @@ class RunDir:
                              f"directory") from None
         except OSError:  # a file system without locks
             pass
+        with suppress(OSError, ValueError, OverflowError):
+            self.started -= max(0, int((self.out / SECONDS).read_text()))
+
+    def keep_time(self) -> None:
+        """Notes how long the run has taken, over all of its processes."""
+        if self.writes:
+            (self.out / SECONDS).write_text(f"{time.time() - self.started:.0f}\n")
 
     def write_config(self, config: Config) -> None:
         if self.writes:
@@ -139,6 +147,7 @@ class RunDir:
             at = [position.iteration, position.phase, position.step]
             with (self.out / name).open("a") as file:
                 file.writelines(json.dumps({"at": at} | row) + "\n" for row in rows)
+            self.keep_time()
 
     # -- terminal ----------------------------------------------------------------------------------------------------
 
