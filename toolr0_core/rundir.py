@@ -251,14 +251,16 @@ def is_share(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object that a run wrote into a JSON file. Raises ValueError with the file's name where there is none."""
+def read_object(path: Path, **checks: Callable[[Any], bool]) -> dict[str, Any]:
+    """The object that a run wrote into a JSON file, whose entries pass these checks. Raises ValueError with the file's name."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         flat(value)  # as deep as Python reads it
+        if all(check(value[key]) for key, check in checks.items()):
+            return value
     except UNREADABLE:
-        raise ValueError(f"{path} is damaged; put the file back as it was, or give another directory") from None
-    return value
+        pass
+    raise ValueError(f"{path} is damaged; put the file back as it was, or give another directory")
 
 
 def check_out(out: Path, config: Config, resume: bool, ids: Sequence[str] = ()) -> None:
