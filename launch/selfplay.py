@@ -58,7 +58,7 @@ def run(config, own) -> int:
     out = Path(config.out)
     from toolr0_core import checkpoint, distributed, model, tokenizer
     from toolr0_core.evaluation import heldout
-    from toolr0_core.plan import check_prompts, checkpoint_bytes, show_plan
+    from toolr0_core.plan import check_heldout, check_prompts, checkpoint_bytes, show_plan
     from toolr0_core.roles import Player
     from toolr0_core.rundir import RunDir, StopRequest, check_file, check_out
     from toolr0_core.selfplay import Interrupted, SelfPlay
@@ -71,6 +71,7 @@ def run(config, own) -> int:
     text = tokenizer.load(source)
     check_prompts(config, text)
     rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
+    check_heldout(config, rows, source, text)
 
     def check() -> None:
         check_out(out, config, own.resume == "auto", [row.id for row in rows])

@@ -185,6 +185,14 @@ def test_dry_run_prints_the_plan_without_a_directory():
     assert "in all" in done.stdout
 
 
+def test_a_held_out_row_that_is_too_long_is_named(tmp_path):
+    rows = [{"id": f"row {n}", "question": "Oslo " * n, "tools": [{"name": "visit"}], "gold": [[]]} for n in (1, 80_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = play("--preset", "nano", "--dry-run", "--eval.data", tmp_path / "rows.jsonl")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "row 'row 80000' has a prompt of " in done.stderr, done.stderr
+    assert "1024 positions, 96 of them for the answer" in done.stderr
+
+
 def test_dry_run_leaves_nothing_in_the_directory_it_checks(tmp_path):
     done = play("--preset", "nano", "--dry-run", "--out", tmp_path / "a" / "b", "--json", tmp_path / "a" / "b" / "copy.json")
     assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr

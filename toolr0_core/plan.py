@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from toolr0_core import prompts, specs
 from toolr0_core.config import Config
+from toolr0_core.evaluation.heldout import Row
 from toolr0_core.kv_cache import bytes_per_token
 from toolr0_core.model import Model, ModelConfig
 from toolr0_core.presets import check_budget, new_tokens
@@ -54,6 +56,18 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> dict[str, int]:
     for role, length in lengths.items():
         check_budget(config, role, length)
     return lengths
+
+
+def check_heldout(config: Config, rows: Sequence[Row], source: Path, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a held-out task that leaves the model no place for an answer."""
+    positions, new = read_config(source).max_position_embeddings, new_tokens(config, "solver")
+    prefix = prompts.answer_prefix(config.prompts)
+    for row in rows:
+        asked = prompts.solver_messages(row.task.question, row.task.tools, config.prompts)
+        length = len(tokenizer.render(asked, prefix=prefix))
+        if length + new > positions:
+            raise ValueError(f"eval.data {config.eval.data}: row {row.id[:80]!r} has a prompt of {length} tokens; the model "
+                             f"has {positions} positions, {new} of them for the answer, so shorten that row or leave it out")
 
 
 def memory(config: Config, source: Path, world: int, prompt_tokens: int) -> list[str]:
