@@ -6,10 +6,26 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import os
+import signal
 import sys
-from pathlib import Path
+
+STOPPED = "\nstopped at once; go on with the same command and --resume auto"
+
+
+def stop_at_once(*_) -> None:
+    """Ctrl-C until the run listens: one line, whatever is being imported."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{STOPPED}\n".encode())
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop_at_once)
+
+import copy  # noqa: E402
+import json  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 try:
     from toolr0_core import options, presets
@@ -29,8 +45,8 @@ def main(argv: list[str]) -> int:
         return run(config, own)
     except (ValueError, OSError, FloatingPointError) as error:
         options.fail(error)
-    except KeyboardInterrupt:  # before the run listens, or a second Ctrl-C
-        print("\nstopped at once; go on with the same command and --resume auto", file=sys.stderr)
+    except KeyboardInterrupt:  # a second Ctrl-C
+        print(STOPPED, file=sys.stderr)
         return 130
 
 
@@ -40,25 +56,36 @@ def run(config, own) -> int:
     if not config.out and not own.dry_run:
         raise ValueError("--out is missing; name the directory for this run, such as runs/first")
     out = Path(config.out)
-    from toolr0_core import distributed, model, tokenizer
+    from toolr0_core import checkpoint, distributed, model, tokenizer
     from toolr0_core.evaluation import heldout
-    from toolr0_core.plan import check_prompts, show_plan
+    from toolr0_core.plan import check_heldout, check_prompts, checkpoint_bytes, show_plan
     from toolr0_core.roles import Player
-    from toolr0_core.rundir import RunDir, StopRequest, check_out
+    from toolr0_core.rundir import RunDir, StopRequest, check_file, check_out
     from toolr0_core.selfplay import Interrupted, SelfPlay
     from toolr0_core.weights import check_model, model_path
 
+    if own.json and Path(own.json).parent != out:  # which may be yet to be made
+        check_file("--json", Path(own.json))
     source = model_path(config.model or config.preset, weights=not own.dry_run)
     check_model(source, weights=not own.dry_run)
     text = tokenizer.load(source)
     check_prompts(config, text)
     rows = heldout.load(config.eval.data, config.eval.limit) if config.eval.data else []
+    check_heldout(config, rows, source, text)
+
+    def check() -> None:
+        check_out(out, config, own.resume == "auto", [row.id for row in rows])
+        checkpoint.check_space(out / "checkpoints", checkpoint_bytes(config, source, int(os.environ.get("WORLD_SIZE", 1))))
+
     if own.dry_run:
+        if config.out:
+            check()
         show_plan(config, source, text)
         return 0
     world = distributed.setup()
-    world.on_main(lambda: check_out(out, config, resume=own.resume == "auto"))
     rundir = RunDir(out, writes=world.main)
+    world.on_main(rundir.hold)
+    world.on_main(check)
     rundir.write_config(config)
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
     players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]
@@ -70,6 +97,7 @@ def run(config, own) -> int:
             rundir.say(f"stopped; go on with the same command and --resume auto (everything is in {out})")
             return 130
         finally:
+            rundir.keep_time()
             distributed.shutdown()
     if world.main:
         finish(summary, out, own.json)

@@ -17,6 +17,12 @@ def tensors(value=1.0):
     return {"a/w": torch.full((3, 2), value), "b": torch.arange(4)}
 
 
+def change(path, **state):
+    """Another state beside the same tensors."""
+    record = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(record | {"state": state}))
+
+
 def test_the_newest_comes_back_and_old_ones_go(tmp_path):
     for i in range(4):
         checkpoint.save(tmp_path, f"step{i}", tensors(i), {"step": i}, keep=2)
@@ -32,11 +38,14 @@ def test_none_where_there_is_none(tmp_path):
 @pytest.mark.parametrize("damage", [
     lambda p: (p / "tensors.safetensors").write_bytes(b"x"), lambda p: (p / "tensors.safetensors").unlink(),
     lambda p: (p / "state.json").write_text("{"), lambda p: (p / "state.json").unlink(),
-    lambda p: (p / "state.json").write_text(json.dumps({"order": 2})), lambda p: (p / "state.json").write_text("[1]")])
+    lambda p: (p / "state.json").write_text(json.dumps({"order": 2})),
+    *(lambda p, text=text: (p / "state.json").write_text(text)
+      for text in ("[1]", "null", "{}", '{"order": Infinity}', '{"order": null}', "[" * 200_000, "9" * 5000)),
+    lambda p: change(p, step=None), lambda p: change(p), lambda p: change(p, step=[1])])
 def test_a_damaged_one_is_named_and_skipped(damage, tmp_path, capsys):
     checkpoint.save(tmp_path, "old", tensors(1), {"step": 1})
     damage(checkpoint.save(tmp_path, "new", tensors(2), {"step": 2}))
-    assert checkpoint.latest(tmp_path)[1] == {"step": 1}
+    assert checkpoint.latest(tmp_path, lambda state: int(str(state["step"])))[1] == 1
     assert str(tmp_path / "new") in capsys.readouterr().err
 
 
@@ -46,6 +55,17 @@ def test_a_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="0 MiB are free .* make room"):
         checkpoint.save(tmp_path, "new", tensors(), {})
     assert [p.name for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_space_is_there_for_what_is_kept_and_one_more(tmp_path, monkeypatch):
+    free = 5 * 2**20 // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(10, 10, free))
+    folder = tmp_path / "yet" / "to come"
+    with pytest.raises(ValueError, match="2 MiB are free and 3 checkpoints need 3; make room"):
+        checkpoint.check_space(folder, 10)
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(folder, "old", tensors(), {})
+    checkpoint.check_space(folder, 10)
 
 
 def test_a_disk_that_fills_up_while_saving_leaves_the_former_one(tmp_path, monkeypatch):

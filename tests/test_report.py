@@ -1,6 +1,7 @@
 """report: a page from a run directory as RunDir writes it; runs that are not finished; text of models that means harm."""
 
 import base64
+import json
 import re
 import subprocess
 import sys
@@ -139,6 +140,47 @@ def test_what_is_no_run_directory_is_one_line(tmp_path):
         done = subprocess.run([sys.executable, ROOT / "launch" / "report.py", *argv], capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+DEEP = '{"a":' * 900 + "1" + "}" * 900
+NUMBERS = ("null", '"text"', '"\\ud800"', "NaN", "1e999", "9" * 400, "[]", "{}", DEEP)
+AT = '"at": [1, 2, 9]'
+STEP = '"iteration": 1, "phase": "solver", "step": 9'
+ROWS = {
+    "metrics.jsonl": [f'{{{AT}, "iteration": {n}, "phase": "solver", "step": 9}}' for n in NUMBERS]
+    + [f'{{{AT}, "iteration": 1, "phase": "solver", "step": {n}}}' for n in NUMBERS] + [f'{{{AT}, {STEP}, "reward": {n}}}' for n in NUMBERS]
+    + [f'{{"at": [1, 1, 0], "iteration": 1, "phase": "curriculum", "{key}": {n}}}'
+       for key in ("candidates", "p", "menu", "buckets", "dropped") for n in NUMBERS]
+    + ['{"at": [1, 1, 0], "iteration": 1, "phase": "curriculum", "dropped": {"\\ud800": 1}}', f'{{{STEP}}}'],
+    "rollouts.jsonl": [f'{{{AT}, "prompt": "p", "text": "t", "finish": "stop", "reward": {n}}}' for n in NUMBERS]
+    + [f'{{{AT}, "prompt": "p", "text": "t", "reward": 1}}', '{"prompt": "p", "text": "t", "finish": "stop", "reward": 1}'],
+    "curriculum/iteration_1.jsonl": [f'{{"p": {n}, "task": {json.dumps(task().to_json())}}}' for n in NUMBERS]
+    + [json.dumps({"p": 0.5, "task": task().to_json() | change}) for change in (
+        {"tools": None}, {"tools": [{"name": "book"}]}, {"tools": [{}]}, {"gold": None}, {"gold": [{"name": 1}]}, {"spec": [1]},
+        {"question": None}, {"gold": [{"name": "book", "arguments": {"a": json.loads(DEEP)}}]})] + ['{"p": 0.5}'],
+    "evaluations/iteration_1.jsonl": [f'{{"id": "0", "group": "", "greedy": {n}, "avg8": 0, "pass8": 0, "format": 0}}' for n in NUMBERS]
+    + ['{"id": "0"}'],
+    "evaluations/iteration_99999999999999999999.jsonl": [json.dumps(outcome(0, True))]}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_no_run_writes_do_not_stop_a_report(name, tmp_path):
+    play(tmp_path / "run")
+    for row in [*ROWS[name], "{}", "[]", "null", "5", "", "[" * 200_000, '{"at": [1, 9, 0]}', '{"at": ["a", 0, 0]}']:
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write(row + "\n")
+    page = report.write_report(tmp_path / "run").read_text()
+    assert "finished in 1:02:03" in page
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json"])
+@pytest.mark.parametrize("text", ["[]", "null", "5", "", "{", "{}", "[" * 200_000, '{"preset": [], "seed": 0}', '{"seconds": "x"}',
+                                  '{"preset": "nano", "seed": "\\ud800"}', '{"seconds": 1e999, "best": 1, "skipped_solver_phases": []}'])
+def test_a_damaged_file_is_one_line_with_its_name(name, text, tmp_path):
+    play(tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/run/{name} is damaged; put the file back"):
+        report.write_report(tmp_path / "run")
 
 
 def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypatch):

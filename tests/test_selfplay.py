@@ -153,7 +153,8 @@ def test_no_surviving_task_skips_the_solver_and_says_so(tmp_path):
     (["--grpo.micro_batch_tokens", "50"], "micro_batch_tokens is 50"), (["--preset", "gpt"], "unknown preset 'gpt'"),
     (["--grpo.group-sice", "4"], "--grpo.group"), (["--solver.steps", "many"], "many"), (["--model", "/nowhere"], "/nowhere"),
     (["--specs.domains", "/nowhere.json"], "/nowhere.json"), (["--eval.data", "/nowhere.jsonl"], "/nowhere.jsonl"),
-    (["--ablate", "everything"], "ablate is 'everything'"), (["--out", "/proc/x"], "/proc/x")])
+    (["--ablate", "everything"], "ablate is 'everything'"), (["--out", "/proc/x"], "--out /proc/x cannot be written"),
+    (["--out", "/proc/x", "--dry-run"], "--out /proc/x cannot be written"), (["--json", "/nonexistent/x"], "--json /nonexistent/x")])
 def test_bad_input_is_one_line_before_any_work(options, named, tmp_path):
     out = [] if "--out" in options else ["--out", tmp_path / "out"]
     done = play(*out, *options)
@@ -182,6 +183,19 @@ def test_dry_run_prints_the_plan_without_a_directory():
     done = play("--preset", "nano", "--dry-run")
     assert done.returncode == 0 and "8 prompts x 8" in done.stdout and "first prompt of the solver" in done.stdout
     assert "in all" in done.stdout
+
+
+def test_a_held_out_row_that_is_too_long_is_named(tmp_path):
+    rows = [{"id": f"row {n}", "question": "Oslo " * n, "tools": [{"name": "visit"}], "gold": [[]]} for n in (1, 80_000)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = play("--preset", "nano", "--dry-run", "--eval.data", tmp_path / "rows.jsonl")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "row 'row 80000' has a prompt of " in done.stderr, done.stderr
+    assert "1024 positions, 96 of them for the answer" in done.stderr
+
+
+def test_dry_run_leaves_nothing_in_the_directory_it_checks(tmp_path):
+    done = play("--preset", "nano", "--dry-run", "--out", tmp_path / "a" / "b", "--json", tmp_path / "a" / "b" / "copy.json")
+    assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
 
 
 def test_a_long_phase_tells_a_log_file_how_far_it_is(tmp_path, monkeypatch, capsys):

@@ -8,27 +8,37 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
+KEEP = 2
+T = TypeVar("T")
 
 
-def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = 2) -> Path:
+def check_space(folder: Path, size: int, keep: int = KEEP) -> None:
+    """Raises ValueError where the disk cannot hold one more checkpoint of `size` bytes beside the `keep` that stay."""
+    there = next(p for p in (folder, *folder.parents) if p.is_dir())
+    copies = 1 + max(0, keep - len(_by_age(folder)))
+    free, need = shutil.disk_usage(there).free, copies * (size + 2**20)
+    if free < need:
+        wants = "a checkpoint needs" if copies == 1 else f"{copies} checkpoints need"
+        raise ValueError(f"{folder}: {free / 2**20:,.0f} MiB are free and {wants} {need / 2**20:,.0f}; make room, then go on "
+                         f"with --resume auto")
+
+
+def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, Any], keep: int = KEEP) -> Path:
     """Writes folder/name whole or not at all, then drops all but the newest `keep` of those that can be read.
 
     Raises ValueError where the disk cannot hold it; what stood there before stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    need = sum(t.numel() * t.element_size() for t in tensors.values()) + 2**20
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise ValueError(f"{folder}: {free / 2**20:,.0f} MiB are free and a checkpoint needs {need / 2**20:,.0f}; make room, "
-                         f"then go on with --resume auto")
+    check_space(folder, sum(t.numel() * t.element_size() for t in tensors.values()), keep=0)
     part = folder / f".{name}.part"
     for stale in (part, *folder.glob(".*.part")):  # also of a save that was killed
         shutil.rmtree(stale, ignore_errors=True)
@@ -49,15 +59,17 @@ def save(folder: Path, name: str, tensors: dict[str, Tensor], state: dict[str, A
     return final
 
 
-def latest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest whole checkpoint as (tensors, state), None where there is none; a damaged one is named and skipped."""
+def latest(folder: Path, read: Callable[[dict[str, Any]], T] = dict) -> tuple[dict[str, Tensor], T] | None:
+    """The newest whole checkpoint as (tensors, read(state)), None where there is none; a damaged one, such as one whose state
+    `read` refuses by a ValueError or KeyError, is named and skipped."""
     for path in _by_age(folder):
         try:
-            record = json.loads((path / STATE).read_text())
+            record = _record(path)
+            state = read(record["state"])
             if _digest(path / TENSORS) != record["sha256"]:
                 raise ValueError("its tensors do not match their hash")
-            return load_file(path / TENSORS), record["state"]
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            return load_file(path / TENSORS), state
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             print(f"checkpoint {path} is damaged and skipped: {error}", file=sys.stderr)
     return None
 
@@ -92,13 +104,25 @@ def _by_age(folder: Path) -> list[Path]:
 
 def _order(path: Path) -> float:
     try:
-        return int(json.loads((path / STATE).read_text())["order"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return _record(path)["order"]
+    except (OSError, ValueError):
         return math.inf
 
 
+def _record(path: Path) -> dict[str, Any]:
+    """What a checkpoint's STATE says. Raises OSError or ValueError where it is damaged."""
+    try:
+        record = json.loads((path / STATE).read_text())
+    except RecursionError:
+        record = None
+    types = {"sha256": str, "order": int, "state": dict}
+    if not (isinstance(record, dict) and all(type(record.get(key)) is kind for key, kind in types.items())):
+        raise ValueError(f"its {STATE} does not hold {', '.join(types)}")
+    return record
+
+
 def _next_order(folder: Path) -> int:
-    return 1 + max((int(o) for o in map(_order, _by_age(folder)) if o != math.inf), default=0)
+    return 1 + max((o for o in map(_order, _by_age(folder)) if o != math.inf), default=0)
 
 
 def _digest(path: Path) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from toolr0_core import prompts, specs
 from toolr0_core.config import Config
+from toolr0_core.evaluation.heldout import Row
 from toolr0_core.kv_cache import bytes_per_token
-from toolr0_core.model import Model
+from toolr0_core.model import Model, ModelConfig
 from toolr0_core.presets import check_budget, new_tokens
 from toolr0_core.prompts import GENERATOR_EXAMPLES
 from toolr0_core.rng import fold
@@ -56,13 +58,22 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> dict[str, int]:
     return lengths
 
 
+def check_heldout(config: Config, rows: Sequence[Row], source: Path, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a held-out task that leaves the model no place for an answer."""
+    positions, new = read_config(source).max_position_embeddings, new_tokens(config, "solver")
+    prefix = prompts.answer_prefix(config.prompts)
+    for row in rows:
+        asked = prompts.solver_messages(row.task.question, row.task.tools, config.prompts)
+        length = len(tokenizer.render(asked, prefix=prefix))
+        if length + new > positions:
+            raise ValueError(f"eval.data {config.eval.data}: row {row.id[:80]!r} has a prompt of {length} tokens; the model "
+                             f"has {positions} positions, {new} of them for the answer, so shorten that row or leave it out")
+
+
 def memory(config: Config, source: Path, world: int, prompt_tokens: int) -> list[str]:
     """Per rank: two sampling models, fp32 master weights with Adam's moments and gradients over the ranks, keys and values."""
     architecture = read_config(source)
-    with torch.device("meta"):
-        count = sum(p.numel() for p in Model(architecture).parameters())
-    dtype = getattr(torch, config.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
-    sharded = world > 1 or torch.cuda.is_available()
+    count, dtype, sharded = _size(config, architecture, world)
     parts = {
         "two models that sample": 2 * count * dtype.itemsize,
         "KL reference": count * dtype.itemsize if config.grpo.beta else 0,
@@ -75,6 +86,20 @@ def memory(config: Config, source: Path, world: int, prompt_tokens: int) -> list
     lines = [f"memory a rank, estimated, for {count:,} parameters in {str(dtype).removeprefix('torch.')}:"]
     lines += [f"  {size / 2**30:8.2f} GiB  {name}" for name, size in parts.items() if size]
     return [*lines, f"  {sum(parts.values()) / 2**30:8.2f} GiB  in all"]
+
+
+def checkpoint_bytes(config: Config, source: Path, world: int) -> int:
+    """Both players' weights as a checkpoint keeps them: exact where training is sharded, else as they sample."""
+    count, dtype, sharded = _size(config, read_config(source), world)
+    return 2 * count * (4 if sharded else dtype.itemsize)
+
+
+def _size(config: Config, architecture: ModelConfig, world: int) -> tuple[int, torch.dtype, bool]:
+    """Parameters of a model, the type it samples in, and whether its training is sharded."""
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Model(architecture).parameters())
+    cuda = torch.cuda.is_available()
+    return count, getattr(torch, config.dtype or ("bfloat16" if cuda else "float32")), world > 1 or cuda
 
 
 def first_generator_prompt(config: Config) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from toolr0_core.curriculum import BUCKETS, bucket
 from toolr0_core.evaluation import heldout
 from toolr0_core.evaluation.statistics import mcnemar
 from toolr0_core.presets import PRESETS
-from toolr0_core.rundir import PHASES, clock, flat
+from toolr0_core.rundir import PHASES, UNREADABLE, candidate, clock, flat, logged, outcome, read_object
 
 SHOWN_CHARACTERS = 3000  # of one text
 SHOWN_TASKS = 2  # per bucket and iteration
 PLOTTED = {"generator": ("reward", "format", "validity", "difficulty", "semantic"),
            "solver": ("reward", "format", "accuracy", "exact")}
+CURRICULUM = ("candidates", "filtered", "verified", "selected", "rows", "p", "menu", "two_calls", "arguments")
 HEALTH = ("entropy", "kl", "flat_groups", "truncated")
 
 
@@ -38,15 +39,15 @@ def write_report(run: Path) -> Path:
     page = _template().render(**collect(run))
     path = run / "report.html"
     part = path.with_name("report.html.part")
-    part.write_text(page, encoding="utf-8")
+    part.write_text(page, encoding="utf-8", errors="backslashreplace")
     part.replace(path)
     return path
 
 
 def collect(run: Path) -> dict[str, Any]:
     """What the template shows, by section."""
-    config = _json(run / "config.json")
-    metrics = list(read_rows(run / "metrics.jsonl"))
+    config = read_object(run / "config.json", preset=is_text, seed=is_number)
+    metrics = list(read_rows(run / "metrics.jsonl", measured))
     rounds = evaluations(run)
     curricula = [m for m in metrics if m.get("phase") == "curriculum"]
     steps = {role: [m for m in metrics if m.get("phase") == role] for role in PLOTTED}
@@ -62,42 +63,72 @@ def collect(run: Path) -> dict[str, Any]:
 # -- reading -------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSONL file, none where there is no file; lines that cannot be read (one is being written) are left out."""
+def read_rows(path: Path, check: Callable[[Any], object]) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file, none where there is no file; lines that cannot be read (one is being written), and rows that
+    `check` refuses, are left out."""
     if path.is_file():
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     row = json.loads(line)
-                except (ValueError, RecursionError):
+                    check(row)
+                except UNREADABLE:
                     continue
-                if isinstance(row, dict):
-                    yield row
+                yield row
+
+
+def measured(row: Any) -> None:
+    """Refuses what is no row of metrics.jsonl, or one of a curriculum with figures that are not numbers."""
+    at, _ = logged(row)
+    counts = [n for key in ("buckets", "dropped") for n in row.get(key, {}).values()]
+    figures = [row["iteration"], row.get("step", 0), *(row.get(key, 0) for key in CURRICULUM)]
+    if row["phase"] != PHASES[at.phase] or not all(map(is_number, counts + figures)):
+        raise ValueError("no measurement")
+
+
+def rollout(row: Any) -> None:
+    """Refuses what is no row of rollouts.jsonl."""
+    logged(row)
+    if not (is_number(row["reward"]) and all(is_text(row[key]) for key in ("prompt", "text", "finish"))):
+        raise ValueError("no rollout")
+
+
+def task(row: Any) -> None:
+    """Refuses what is no row of a curriculum, or has a key less than a whole one."""
+    domain = candidate(row).task.spec
+    if "spec" not in row["task"] or domain and not is_text(domain.domain):
+        raise ValueError("no task")
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    """Of a size that can be drawn and printed; not NaN."""
+    return type(value) in (int, float) and abs(value) < 1e15
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """(N, iteration_N.jsonl) by N."""
     found = [(path.name.removeprefix("iteration_").removesuffix(".jsonl"), path) for path in folder.glob("iteration_*.jsonl")]
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
+    return sorted((int(number), path) for number, path in found if number.isdecimal() and len(number) < 7)
 
 
 def state(run: Path, metrics: Sequence[dict[str, Any]]) -> str:
     """One line on how far the run is."""
     if (run / "summary.json").is_file():
-        summary = _json(run / "summary.json")
-        best = f"; best by avg8: iteration {summary['best']}" if summary.get("best") is not None else ""
-        skipped = summary.get("skipped_solver_phases")
-        return (f"finished in {clock(summary.get('seconds', 0))}{best}"
+        summary = read_object(run / "summary.json", seconds=is_number, best=lambda value: value is None or is_number(value),
+                              skipped_solver_phases=lambda value: isinstance(value, list))
+        best = f"; best by avg8: iteration {summary['best']}" if summary["best"] is not None else ""
+        skipped = summary["skipped_solver_phases"]
+        return (f"finished in {clock(summary['seconds'])}{best}"
                 + (f"; no task survived in iterations {', '.join(map(str, skipped))}" if skipped else ""))
     if not metrics:
         return "nothing logged yet"
     last = metrics[-1]
     step = f", step {last['step'] + 1}" if "step" in last else ""
     return f"not finished: last heard of in iteration {last.get('iteration')}, {last.get('phase')}{step}"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def changed_settings(config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -113,7 +144,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     rounds: list[dict[str, Any]] = []
     base: list[dict[str, Any]] = []
     for iteration, path in _numbered(run / "evaluations"):
-        rows = list(read_rows(path))
+        rows = list(read_rows(path, outcome))
         if not rows:
             continue
         figures = {"iteration": iteration} | heldout.summarise(rows)
@@ -128,7 +159,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 def sample_tasks(path: Path) -> list[dict[str, Any]]:
     """A few rows of a curriculum from each bucket, easy ones first."""
     out: dict[str, list[dict[str, Any]]] = {name: [] for name in BUCKETS}
-    for row in read_rows(path):
+    for row in read_rows(path, task):
         name = bucket(row["p"])
         if name and len(out[name]) < SHOWN_TASKS and row["task"] not in [r["task"] for r in out[name]]:
             out[name].append(row | {"bucket": name})
@@ -138,7 +169,7 @@ def sample_tasks(path: Path) -> list[dict[str, Any]]:
 def last_rollouts(path: Path) -> list[dict[str, Any]]:
     """The best and the worst completion of each role's last logged step."""
     last: dict[str, list[dict[str, Any]]] = {}
-    for row in read_rows(path):
+    for row in read_rows(path, rollout):
         rows = last.setdefault(PHASES[row["at"][1]], [])
         if rows and rows[0]["at"] != row["at"]:
             rows.clear()
@@ -203,7 +234,7 @@ def _data_uri(figure: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    return float(value) if is_number(value) else math.nan
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------

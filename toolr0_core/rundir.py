@@ -5,24 +5,32 @@ Only rank 0 writes; every rank reads. JSON lines are ASCII, so that no text of a
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from toolr0_core.config import Config
 from toolr0_core.curriculum import Candidate
+from toolr0_core.evaluation.heldout import FIGURES
 from toolr0_core.schema import Task
 
 SECONDS_BETWEEN_LINES = 30  # of progress in a log file
 PHASES = ("generator", "curriculum", "solver", "evaluate")
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what damaged JSON comes to
+SECONDS = ".seconds"
+LOGS = ("metrics.jsonl", "rollouts.jsonl")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -36,6 +44,13 @@ class Position:
     def next_phase(self) -> Position:
         last = self.phase + 1 == len(PHASES)
         return Position(self.iteration + last, 0 if last else self.phase + 1)
+
+    @classmethod
+    def read(cls, at: Any) -> Position:
+        """The position of a log's row or a checkpoint's state. Raises ValueError for what is none."""
+        if not (isinstance(at, list) and len(at) == 3 and all(type(n) is int and n >= 0 for n in at) and at[1] < len(PHASES)):
+            raise ValueError(f"'at' is {str(at)[:40]}, not an iteration, a phase and a step")
+        return cls(*at)
 
     @property
     def name(self) -> str:
@@ -69,9 +84,29 @@ class RunDir:
 
     def __init__(self, out: Path, writes: bool):
         self.out, self.writes = out, writes
-        self.started = time.time()
+        self.started = time.time()  # less what former processes of this run took
 
     # -- files -------------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Makes the directory this process's own until it ends, however it ends. Raises ValueError where another has it."""
+        with _writing("--out", self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.out / ".lock").open("a")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {self.out} is in use by another run; wait until that ends, or name another "
+                             f"directory") from None
+        except OSError:  # a file system without locks
+            pass
+        with suppress(OSError, ValueError, OverflowError):
+            self.started -= max(0, int((self.out / SECONDS).read_text()))
+
+    def keep_time(self) -> None:
+        """Notes how long the run has taken, over all of its processes."""
+        if self.writes:
+            (self.out / SECONDS).write_text(f"{time.time() - self.started:.0f}\n")
 
     def write_config(self, config: Config) -> None:
         if self.writes:
@@ -79,10 +114,10 @@ class RunDir:
 
     def forget_from(self, position: Position) -> None:
         """Drops what was logged at or after this position, so that a resumed run logs no line twice."""
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
+        for name in LOGS:
             path = self.out / name
             if self.writes and path.exists():
-                write_jsonl(path, [r for r in _whole_rows(path) if Position(*r["at"]) < position])
+                write_jsonl(path, [row for at, row in _whole_rows(path, logged) if at < position])
 
     def write_curriculum(self, iteration: int, rows: Sequence[Candidate], dropped: Sequence[dict[str, Any]]) -> None:
         if self.writes:
@@ -92,8 +127,7 @@ class RunDir:
 
     def read_curriculum(self, iteration: int) -> list[Candidate]:
         """The rows of an iteration in training order."""
-        rows = _whole_rows(self.out / "curriculum" / f"iteration_{iteration}.jsonl")
-        return [Candidate(Task.from_json(row["task"]), row["p"]) for row in rows]
+        return _whole_rows(self.out / "curriculum" / f"iteration_{iteration}.jsonl", candidate)
 
     def write_evaluation(self, iteration: int, per_row: Sequence[dict[str, Any]]) -> None:
         if self.writes:
@@ -101,7 +135,7 @@ class RunDir:
 
     def read_evaluation(self, iteration: int) -> list[dict[str, Any]] | None:
         path = self.out / "evaluations" / f"iteration_{iteration}.jsonl"
-        return _whole_rows(path) if path.exists() else None
+        return _whole_rows(path, outcome) if path.exists() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         if self.writes:
@@ -113,6 +147,7 @@ class RunDir:
             at = [position.iteration, position.phase, position.step]
             with (self.out / name).open("a") as file:
                 file.writelines(json.dumps({"at": at} | row) + "\n" for row in rows)
+            self.keep_time()
 
     # -- terminal ----------------------------------------------------------------------------------------------------
 
@@ -174,21 +209,70 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     part.replace(path)
 
 
-def _whole_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file; a last line that a crash cut short is left out."""
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+def _whole_rows(path: Path, read: Callable[[Any], T]) -> list[T]:
+    """What `read` makes of each row of a JSONL file; a last line of a log that a crash cut short is left out."""
+    lines, out = path.read_text(encoding="utf-8", errors="backslashreplace").split("\n"), []
+    if path.name in LOGS or not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        try:
+            out.append(read(json.loads(line)))
+        except UNREADABLE:
+            remedy = "delete that line" if path.name in LOGS else "put the file back as it was, or begin again in another --out"
+            raise ValueError(f"{path}, line {number} is {line[:40]!r}, which no run writes there; {remedy}") from None
+    return out
 
 
-def check_out(out: Path, config: Config, resume: bool) -> None:
-    """Raises ValueError where this run cannot use `out`: not writable, another run's, or a resume with other settings."""
+def logged(row: Any) -> tuple[Position, dict[str, Any]]:
+    """A row of metrics.jsonl or rollouts.jsonl and where it belongs. This and the next two raise UNREADABLE for other rows."""
+    return Position.read(row["at"]), row
+
+
+def candidate(row: Any) -> Candidate:
+    """A row of a curriculum."""
+    found = Candidate(Task.from_json(row["task"]), row["p"])
+    texts = [found.task.question, *(x for tool in found.task.tools for x in (tool.name, tool.description)),
+             *(call.name for call in found.task.gold)]
+    maps = [x for tool in found.task.tools for x in (tool.parameters, *tool.parameters.values())]
+    maps += [call.arguments for call in found.task.gold]
+    if not (is_share(found.p) and all(isinstance(x, str) for x in texts) and all(isinstance(x, dict) for x in maps)):
+        raise ValueError("no task and its success rate")
+    return found
+
+
+def outcome(row: Any) -> dict[str, Any]:
+    """What a held-out task came to."""
+    if not (isinstance(row["id"], str) and isinstance(row["group"], str) and all(is_share(row[name]) for name in FIGURES)):
+        raise ValueError("no outcome of a held-out task")
+    return row
+
+
+def is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
+
+
+def read_object(path: Path, **checks: Callable[[Any], bool]) -> dict[str, Any]:
+    """The object that a run wrote into a JSON file, whose entries pass these checks. Raises ValueError with the file's name."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written ({error.strerror}); name a directory of yours") from None
+        value = json.loads(path.read_text(encoding="utf-8"))
+        flat(value)  # as deep as Python reads it
+        if all(check(value[key]) for key, check in checks.items()):
+            return value
+    except UNREADABLE:
+        pass
+    raise ValueError(f"{path} is damaged; put the file back as it was, or give another directory")
+
+
+def check_out(out: Path, config: Config, resume: bool, ids: Sequence[str] = ()) -> None:
+    """Raises ValueError where this run cannot use `out`: not writable, another run's, a resume with other settings or held-out
+    tasks than those with these ids, or damaged.
+
+    Leaves nothing behind.
+    """
+    with _writing("--out", out):
+        with suppress(FileNotFoundError):
+            out.stat()  # for a name that cannot be
+        tempfile.TemporaryFile(dir=nearest(out)).close()
     stored = out / "config.json"
     if not stored.exists():
         if (out / "checkpoints").exists():  # of which settings nobody can tell
@@ -197,12 +281,47 @@ def check_out(out: Path, config: Config, resume: bool) -> None:
         return
     if not resume:
         raise ValueError(f"--out {out} holds a run already; go on with it by --resume auto, or name another directory")
-    former, now = (flat(json.loads(text)) for text in (stored.read_text(), json.dumps(asdict(config))))
+    former, now = map(flat, (read_object(stored), json.loads(json.dumps(asdict(config)))))
     changed = sorted(k for k in former.keys() | now.keys() if former.get(k) != now.get(k) and k != "out")
     if changed:
         k = changed[0]
         raise ValueError(f"--resume: {out} was started with --{k} {former.get(k)!r}, not {now.get(k)!r} "
                          f"({len(changed)} settings differ); give it the settings it was started with, or name a new --out")
+    for name in LOGS:
+        if (out / name).exists():
+            _whole_rows(out / name, logged)
+    for path in sorted(out.glob("curriculum/iteration_*.jsonl")):
+        if path.suffixes == [".jsonl"]:  # not those that were dropped
+            _whole_rows(path, candidate)
+    for path in sorted(out.glob("evaluations/iteration_*.jsonl")):
+        found = _whole_rows(path, outcome)
+        if [row["id"] for row in found] != list(ids):
+            raise ValueError(f"{path} has {len(found)} rows, which are not those of the {len(ids)} held-out tasks; put back "
+                             f"what was there, or begin again in another --out")
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raises ValueError where a file could not be written later on. Leaves nothing behind."""
+    with _writing(option, path):
+        try:
+            path.stat()
+        except FileNotFoundError:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        else:
+            path.open("a").close()
+
+
+def nearest(path: Path) -> Path:
+    """The path, or the first of its parents that is there."""
+    return next(p for p in (path, *path.parents) if os.path.lexists(p))
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}); name a place that is yours to write") from None
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -291,10 +291,9 @@ class SelfPlay:
         self.world.barrier()
 
     def _restore(self) -> None:
-        found = checkpoint.latest(self.run.out / "checkpoints")
+        found = checkpoint.latest(self.run.out / "checkpoints", lambda state: Position.read(state["at"]))
         if found:
-            tensors, state = found
-            self.position = Position(*state["at"])
+            tensors, self.position = found
             for role, player in self.players.items():
                 player.take(_under(tensors, role))
             self.optimizer = _under(tensors, "optimizer")
