@@ -25,7 +25,7 @@ class Noise:
     """Shares of faulty documents."""
 
     solver_careless: float = 0.68
-    generator_careless: float = 0.6
+    generator_careless: float = 0.72
     value: float = 0.08  # a careful Solver that still gets one value wrong
     form: float = 0.14  # either role, whatever the content
 

@@ -131,8 +131,8 @@ def print_table(summary: dict[str, Any]) -> None:
 
     console = Console(width=None if Console().is_terminal else 140)
     cell = _cell if console.width >= 120 else _short_cell
-    table = Table(title=f"held-out tasks (n = {summary['base']['n']}), 95 % intervals", box=box.SIMPLE_HEAD)
-    for head in ("", "greedy exact", "avg8, T = 1", "pass@8", "format", "avg8 over base"):
+    table = Table(title=f"held-out tasks (n = {summary['base']['n']}): exact match, 95 % intervals", box=box.SIMPLE_HEAD)
+    for head in ("", "greedy", "avg8", "pass@8", "format", "avg8 over base"):
         table.add_column(head, justify="right" if head else "left")
     rounds = [summary["base"], *summary["iterations"]]
     for figures in rounds:
