@@ -12,7 +12,8 @@ try:
     from toolr0_core import options
     from toolr0_core.report import write_report
 except ModuleNotFoundError as error:
-    sys.exit(f"error: {error.name} is not installed; type `pip install -e .` in the repository, or use launch/quickstart.sh")
+    sys.exit(f"error: this Python has no {error.name}; type `source .venv/bin/activate` in the repository, which "
+             f"launch/setup.sh makes, or `pip install -e .`")
 
 
 def main(argv: list[str]) -> int:

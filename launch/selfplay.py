@@ -30,7 +30,8 @@ from pathlib import Path  # noqa: E402
 try:
     from toolr0_core import options, presets
 except ModuleNotFoundError:
-    sys.exit("error: toolr0_core is not installed; type `pip install -e .` in the repository, or use launch/quickstart.sh")
+    sys.exit("error: this Python has no toolr0_core; type `source .venv/bin/activate` in the repository, which launch/setup.sh "
+             "makes, or `pip install -e .`")
 
 
 def add_options(parser) -> None:
@@ -58,7 +59,7 @@ def run(config, own) -> int:
     out = Path(config.out)
     from toolr0_core import checkpoint, distributed, model, tokenizer
     from toolr0_core.evaluation import heldout
-    from toolr0_core.plan import check_heldout, check_prompts, checkpoint_bytes, show_plan
+    from toolr0_core.plan import check_heldout, check_prompts, checkpoint_bytes, counted, show_plan
     from toolr0_core.roles import Player
     from toolr0_core.rundir import RunDir, StopRequest, check_file, check_out
     from toolr0_core.selfplay import Interrupted, SelfPlay
@@ -80,13 +81,18 @@ def run(config, own) -> int:
     if own.dry_run:
         if config.out:
             check()
-        show_plan(config, source, text)
+        if os.environ.get("RANK", "0") == "0":
+            show_plan(config, source, text)
         return 0
     world = distributed.setup()
     rundir = RunDir(out, writes=world.main)
     world.on_main(rundir.hold)
     world.on_main(check)
+    if own.resume and not (out / "config.json").exists():
+        rundir.say(f"nothing to go on with in {out}: a new run begins")
     rundir.write_config(config)
+    rundir.say(f"{config.preset}, seed {config.seed}, {counted(config.iterations, 'iteration')}, "
+               f"{counted(world.size, 'rank')}; everything goes to {out}")
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
     players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]
     with StopRequest().listening() as stop:
@@ -94,7 +100,7 @@ def run(config, own) -> int:
         try:
             summary = game.play()
         except Interrupted:
-            rundir.say(f"stopped; go on with the same command and --resume auto (everything is in {out})")
+            rundir.say(f"stopped; go on with the same command, --out {out} and --resume auto")
             return 130
         finally:
             rundir.keep_time()

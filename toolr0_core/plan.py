@@ -26,7 +26,8 @@ def show_plan(config: Config, source: Path, tokenizer: Tokenizer, world_size: in
     """Prints the plan for this many ranks."""
     world = world_size or int(os.environ.get("WORLD_SIZE", 1))
     messages, lengths = first_prompts(config), check_prompts(config, tokenizer)
-    print(f"preset {config.preset}, model {source}, seed {config.seed}, {config.iterations} iterations, {world} ranks")
+    print(f"preset {config.preset}, model {source}, seed {config.seed}, {config.iterations} iterations, "
+          f"{counted(world, 'rank')}")
     for role, length in lengths.items():
         phase, group = getattr(config, role), config.grpo.group_size
         groups = phase.completions // group
@@ -35,7 +36,8 @@ def show_plan(config: Config, source: Path, tokenizer: Tokenizer, world_size: in
               f"lr {phase.lr:g}, {config.grpo.schedule}")
     c = config.curriculum
     solver_rows = config.solver.steps * (config.solver.completions // config.grpo.group_size)
-    print(f"curriculum: {c.candidates} candidates, {c.probes} probes each, up to {c.keep} kept; "
+    more = f" and up to {round(c.again * c.candidates)} of scarce shapes" if c.again and c.shape_quotas else ""
+    print(f"curriculum: {c.candidates} candidates{more}, {c.probes} probes each, up to {c.keep} kept; "
           f"the Solver consumes {solver_rows} rows")
     for line in memory(config, source, world, max(lengths.values())):
         print(line)
@@ -43,6 +45,11 @@ def show_plan(config: Config, source: Path, tokenizer: Tokenizer, world_size: in
         print(f"\n--- first prompt of the {role} ---")
         for turn in turns:
             print(f"[{turn['role']}] {turn['content']}")
+
+
+def counted(n: int, what: str) -> str:
+    """1 rank, 3 ranks"""
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def first_prompts(config: Config) -> dict[str, list[dict[str, str]]]:

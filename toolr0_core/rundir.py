@@ -69,7 +69,8 @@ class StopRequest:
             if self.requested:
                 raise KeyboardInterrupt
             self.requested = True
-            print("\nstopping after this step (again to stop at once)", file=sys.stderr, flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print("\nstopping after this step (again to stop at once)", file=sys.stderr, flush=True)
 
         former = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -286,7 +287,7 @@ def check_out(out: Path, config: Config, resume: bool, ids: Sequence[str] = ()) 
     if changed:
         k = changed[0]
         raise ValueError(f"--resume: {out} was started with --{k} {former.get(k)!r}, not {now.get(k)!r} "
-                         f"({len(changed)} settings differ); give it the settings it was started with, or name a new --out")
+                         f"(settings that differ: {len(changed)}); give it those it was started with, or name a new --out")
     for name in LOGS:
         if (out / name).exists():
             _whole_rows(out / name, logged)

@@ -246,10 +246,9 @@ class SelfPlay:
                           new_tokens(self.config, role), player.master)
         if self.optimizer:
             trainer.load_state(self.optimizer, self.position.step)
-        started, first = time.time(), self.position.step
-        for step in range(first, phase.steps):
+        self.began = time.time(), self.position.step
+        for step in range(self.position.step, phase.steps):
             self.position = Position(self.position.iteration, self.position.phase, step)
-            self.left = (time.time() - started) / max(step - first, 1) * (phase.steps - step)
             yield trainer
             if self.world.any(self.stop.requested):
                 self.position = Position(self.position.iteration, self.position.phase, step + 1)
@@ -270,7 +269,9 @@ class SelfPlay:
             random.Random(fold(c.seed, self.position.iteration, f"shuffle {role}", self.position.step)).shuffle(totals)
         stats = trainer.step(rows, totals)
         parts = {name: _mean(r.parts[name] for r in earned if name in r.parts) for r in earned[:1] for name in r.parts}
-        self.run.log_step(self.position, getattr(c, role).steps, self.left, {"reward": _mean(totals)} | parts | extra | stats)
+        (began, first), step, steps = self.began, self.position.step, getattr(c, role).steps
+        left = (time.time() - began) / (step + 1 - first) * (steps - step - 1)
+        self.run.log_step(self.position, steps, left, {"reward": _mean(totals)} | parts | extra | stats)
         self.run.append("rollouts.jsonl", self.position, [
             {"group": row.group, "prompt": row.prompt.text, "text": self.players[role].text(row.completion),
              "finish": row.completion.finish_reason, "reward": total} | row.reward.parts for row, total in zip(rows, totals)])
