@@ -124,7 +124,8 @@ def _word_rules(c: Config) -> Iterator[Rule]:
     """Settings that are one of a few words."""
     words = {"grpo.scale": ("std", "batch", "none"), "grpo.aggregation": ("sequence", "token", "constant"),
              "grpo.schedule": ("linear", "constant"), "prompts.form": ("full", "compact"),
-             "rewards.rule": ("lenient", "strict"), "rewards.format_reduce": ("sum", "mean"),
+             "prompts.examples": ("full", "short"), "rewards.rule": ("lenient", "strict"),
+             "rewards.format_reduce": ("sum", "mean"),
              "dtype": ("", "float32", "bfloat16"), "ablate": ("", "shared-weights", "frozen-generator", "no-difficulty")}
     for name, legal in words.items():
         yield _get(c, name) in legal, name, repr(_get(c, name)), f"one of {', '.join(filter(None, legal))}"
