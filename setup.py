@@ -9,7 +9,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["toolr0_core", "toolr0_core.*"]), "toolr0_kernels"],
     package_dir={"toolr0_kernels": "kernels/toolr0_kernels"},
-    package_data={"toolr0_core": ["assets/nano/*", "assets/report.html"]},
+    package_data={"toolr0_core": ["assets/nano/*", "assets/everyday.json", "assets/report.html"]},
     install_requires=[
         "torch>=2.11",
         "numpy==2.4.6",

@@ -15,6 +15,7 @@ from toolr0_core.curriculum import (
     bucket,
     deduplicate,
     order,
+    repeats,
     select,
     shape,
     signature,
@@ -53,6 +54,19 @@ def test_a_good_task_passes_with_its_specification():
 def test_what_is_dropped_has_a_reason(old, new, reason):
     text = GOOD.replace(old, new)
     assert text != GOOD and filtered(text).reason == reason
+
+
+@pytest.mark.parametrize("shown, again", [
+    ("Please book a room in Rome on Friday.", True), ("please  book a room in ROME, on Friday!", True),
+    ("Please book a room in Oslo on Friday.", False), ("Please book a room in Rome.", False)])
+def test_a_worked_example_again_is_no_new_task(shown, again):
+    result = structural_filter(GOOD, SPEC, CurriculumConfig(), RewardConfig(), ["Another one.", shown])
+    assert (isinstance(result, Failure) and result.reason == "example") == again
+
+
+def test_an_example_with_other_digits_is_still_that_example():
+    assert repeats(task("Wake me at 7."), ["Wake me at 8."]) and not repeats(task("Wake me at 7."), ["Wake me at 10."])
+    assert repeats(task("请在星期五叫醒我。"), ["请在星期五叫醒我"]) and not repeats(task("请在星期五叫醒我"), ["请在星期六叫醒我"])
 
 
 def test_fences_and_other_scripts_pass_as_they_do_in_the_reward():

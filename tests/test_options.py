@@ -66,7 +66,7 @@ def test_a_wrong_option_is_one_line_that_says_what_is_legal(argv, named, capsys)
     ("rewards", {"low": 0.8}, "rewards.low"), ("rewards", {"high": 1.2}, "rewards.low"), ("rewards", {"sigma": 0.0}, "sigma"),
     ("curriculum", {"easy": 0.9}, "easy"), ("curriculum", {"probes": 0}, "probes"), ("sampler", {"temperature": 0.0}, "temperature"),
     ("sampler", {"top_p": 0.0}, "top_p"), ("generator", {"completions": 25}, "generator.completions is 25"),
-    ("solver", {"lr": 0.0}, "solver.lr"), ("specs", {"two_calls": 1.5}, "two_calls"), ("prompts", {"form": "long"}, "form"), ("solver", {"steps": -1}, "solver.steps"),
+    ("solver", {"lr": 0.0}, "solver.lr"), ("specs", {"two_calls": 1.5}, "two_calls"), ("prompts", {"form": "long"}, "form"), ("prompts", {"examples": "none"}, "prompts.examples"), ("solver", {"steps": -1}, "solver.steps"),
     ("curriculum", {"probe_temperature": 0.0}, "probe_temperature"), ("curriculum", {"temperature": 0.0}, "curriculum.temperature"),
     ("curriculum", {"easy": -0.3, "medium": 1.0, "hard": 0.3}, "curriculum.easy"), ("curriculum", {"near_duplicate": 0.0}, "near_d"),
     ("curriculum", {"min_p": 1.0}, "min_p"), ("curriculum", {"again": -1.0}, "again"), ("grpo", {"warmup": -1}, "warmup"),

@@ -50,7 +50,8 @@ def test_one_layout_of_the_solver_prompt():
     user = prompts.solver_messages("Do b.", tools, config)[-1]["content"]
     assert user == '<question>Do b.</question><available_tools>[{"name":"b","parameters":{"z":"boolean"}}]</available_tools>'
     assert prompts.judge_messages("Do b.", tools, (), config)[-1]["content"].startswith(user)
-    assert prompts.answer_prefix(PromptConfig(begin_answer=True)) == "<think>" and prompts.answer_prefix(config) == ""
+    for role in ("generator", "solver"):
+        assert prompts.answer_prefix(PromptConfig(begin_answer=True), role) == "<think>" and prompts.answer_prefix(config, role) == ""
 
 
 def test_the_compact_strings_are_those_that_the_embedded_model_was_pretrained_on():
@@ -109,6 +110,23 @@ def test_examples_pass_the_filter_and_earn_the_full_reward():
         gold = [ToolCall(*call) for call in example["calls"]]
         answers = [m["content"] for m in prompts.solver_messages("q", (), PromptConfig(solver_examples=2)) if m["role"] == "assistant"]
         assert max(solver_reward(text, gold).total for text in answers) == pytest.approx(2.0)
+
+
+def test_short_examples_obey_the_rules_too_and_begin_as_answers_are_begun():
+    config, spec = PromptConfig("compact", 2, 1, "short", begin_answer=True), TaskSpec("math", "single_turn", 1, 1)
+    rules = CurriculumConfig(require_spec=True, min_question=12, min_description=0), RewardConfig(require_think=False)
+    written = [m["content"] for m in prompts.generator_messages(spec, config) if m["role"] == "assistant"]
+    tasks = [structural_filter(text, spec, *rules) for text in written]
+    assert [len(call.arguments) for task in tasks for call in task.gold] == [1, 1]
+    answered = [m["content"] for m in prompts.solver_messages("q", (), config) if m["role"] == "assistant"]
+    assert len(parse_calls(answered[0])) == len(answered) == 1
+    for role, texts in (("generator", written), ("solver", answered)):
+        assert all(text.startswith(prompts.answer_prefix(config, role)) and "<think>" not in text for text in texts)
+    shown = prompts.shown_questions(config)
+    assert len(shown) == 3 and {t.question for t in tasks} < set(shown)
+    assert [structural_filter(text, spec, *rules, shown).reason for text in written] == ["example", "example"]
+    with pytest.raises(ValueError, match="prompts.solver_examples is 2; it has to be between 0 and 1"):
+        prompts.solver_messages("q", (), PromptConfig(examples="short", solver_examples=2))
 
 
 @pytest.mark.parametrize("n", [-1, 3])

@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launch.selfplay import finish
 from toolr0_core import rundir
+from toolr0_core.config import Config, RewardConfig
+from toolr0_core.schema import TaskSpec
+from toolr0_core.selfplay import SelfPlay
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--iterations 1 --generator.steps 2 --generator.completions 16 --solver.steps 3 --solver.completions 16 "
@@ -41,6 +45,20 @@ def run(tmp_path_factory):
     done = play("--preset", "nano", "--out", out, *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
+
+
+def test_a_copied_example_is_not_probed():
+    """Else the Generator could earn the difficulty term by heart."""
+    text = ("<question>{}</question><available_tools>[{{\"name\":\"wake\",\"parameters\":{{\"day\":\"string\"}}}}]</available_tools>"
+            "<tool_call_answer>[{{\"name\":\"wake\",\"arguments\":{{\"day\":\"Friday\"}}}}]</tool_call_answer>")
+    game, asked = SelfPlay.__new__(SelfPlay), []
+    game.config = Config(rewards=RewardConfig(require_think=False, judge=False))
+    game.position, game.shown = rundir.Position(), ["Please wake me on Friday."]
+    game.generator = SimpleNamespace(text=lambda written: written)
+    game.solver = SimpleNamespace(success_rates=lambda tasks, _: [asked.append(t.question) or 0.5 for t in tasks])
+    spec = TaskSpec("time", "single_turn", 1, 1)
+    earned, _ = game.score_tasks([spec], [[text.format("Please wake me on Friday."), text.format("Wake us up on Friday.")]])
+    assert asked == ["Wake us up on Friday."] and [r.parts["difficulty"] for r in earned] == [0, 1]
 
 
 def test_every_phase_leaves_its_files(run):

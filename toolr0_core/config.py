@@ -34,7 +34,9 @@ class PromptConfig:
     form: str = option("full", "full: the paper's prompts; compact: short ones for small models")
     generator_examples: int = option(0, "worked examples before the Generator's turn, as chat turns")
     solver_examples: int = option(0, "worked examples before the Solver's turn, as chat turns")
-    begin_answer: bool = option(False, "begin both roles' answers with <think> for the model")
+    examples: str = option("full", "full: worked examples that think; short: one tool, one argument, no thinking, for models "
+                           "too small to keep more in form")
+    begin_answer: bool = option(False, "begin both roles' answers for the model: <think>, or what short examples begin with")
 
 
 @dataclass(frozen=True)

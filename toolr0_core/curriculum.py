@@ -31,11 +31,17 @@ class Candidate:
     p: float
 
 
-def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewards: RewardConfig) -> Task | Failure:
-    """The task of a Generator's text, or the first rule it breaks; any script is welcome."""
+def structural_filter(text: str, spec: TaskSpec, config: CurriculumConfig, rewards: RewardConfig,
+                      shown: Sequence[str] = ()) -> Task | Failure:
+    """The task of a Generator's text, or the first rule it breaks; any script is welcome.
+
+    shown: the questions of the prompts' worked examples, which are no new tasks.
+    """
     task = parse_task(text, rewards.require_think)
     if isinstance(task, Failure):
         return task
+    if repeats(task, shown):
+        return Failure("example", "the question of a worked example")
     if is_placeholder(task.question) or width(task.question) < config.min_question:
         return Failure("placeholder", "a question too short or an echo of the prompt")
     if config.drop_trivial and is_trivial(task):
@@ -62,6 +68,15 @@ def is_trivial(task: Task) -> bool:
     """Whether a question asks for knowledge or prose instead of a tool, by words that stand in it."""
     alone = len(task.gold) == 1 and len(task.gold[0].arguments) <= 1
     return bool(_TRIVIAL.search(task.question) or (alone and _TRIVIAL_ALONE.search(task.question)))
+
+
+def repeats(task: Task, shown: Sequence[str]) -> bool:
+    """Whether its question is one of those shown but for case, digits, spacing and punctuation."""
+    return _words(task.question) in map(_words, shown)
+
+
+def _words(question: str) -> list[str]:
+    return re.findall(r"[^\W_]+", re.sub(r"\d", "0", question.lower()))
 
 
 def signature(task: Task) -> str:

@@ -58,7 +58,7 @@ def first_prompts(config: Config) -> dict[str, list[dict[str, str]]]:
 
 def check_prompts(config: Config, tokenizer: Tokenizer) -> dict[str, int]:
     """Tokens of each role's first prompt. Raises ValueError for bad domains, or where a sequence is over the budget."""
-    lengths = {role: len(tokenizer.render(messages, prefix=prompts.answer_prefix(config.prompts)))
+    lengths = {role: len(tokenizer.render(messages, prefix=prompts.answer_prefix(config.prompts, role)))
                for role, messages in first_prompts(config).items()}
     for role, length in lengths.items():
         check_budget(config, role, length)
@@ -68,7 +68,7 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> dict[str, int]:
 def check_heldout(config: Config, rows: Sequence[Row], source: Path, tokenizer: Tokenizer) -> None:
     """Raises ValueError for a held-out task that leaves the model no place for an answer."""
     positions, new = read_config(source).max_position_embeddings, new_tokens(config, "solver")
-    prefix = prompts.answer_prefix(config.prompts)
+    prefix = prompts.answer_prefix(config.prompts, "solver")
     for row in rows:
         asked = prompts.solver_messages(row.task.question, row.task.tools, config.prompts)
         length = len(tokenizer.render(asked, prefix=prefix))

@@ -47,17 +47,18 @@ def nano() -> Config:
 
 
 def smollm2() -> Config:
-    """SmolLM2-135M-Instruct: a real instruct model that never uses the formats without worked examples."""
+    """SmolLM2-135M-Instruct: a real instruct model that keeps the formats only by copying: short examples, everyday domains."""
     return Config(
         preset="smollm2-135m",
         iterations=1,
-        generator=PhaseConfig(steps=10, completions=16, lr=1e-6, max_new_tokens=320),
-        solver=PhaseConfig(steps=10, completions=16, lr=1e-6, max_new_tokens=96),
+        generator=PhaseConfig(steps=10, completions=16, lr=1e-6, max_new_tokens=112),
+        solver=PhaseConfig(steps=10, completions=16, lr=1e-6, max_new_tokens=64),
         grpo=GrpoConfig(group_size=4, micro_batch_tokens=2048),
-        sampler=SamplerConfig(max_new_tokens=320, max_sequences=64, temperature=0.8, stop_at_answer=True),
-        curriculum=CurriculumConfig(candidates=64, keep=32, min_question=12, shape_quotas=False),
-        specs=SpecConfig(multi_turn=0.0, two_calls=0.0, one_call_menu={2: 1}),
-        prompts=PromptConfig(form="compact", generator_examples=2, solver_examples=1, begin_answer=True),
+        sampler=SamplerConfig(max_new_tokens=112, max_sequences=64, temperature=0.8, stop_at_answer=True),
+        curriculum=CurriculumConfig(candidates=64, keep=32, temperature=0.5, min_question=12, min_description=0,
+                                    shape_quotas=False),
+        specs=SpecConfig(domains=str(ASSETS.parent / "everyday.json"), multi_turn=0.0, two_calls=0.0, one_call_menu={1: 1}),
+        prompts=PromptConfig(form="compact", generator_examples=2, solver_examples=1, examples="short", begin_answer=True),
         rewards=RewardConfig(require_think=False))
 
 
@@ -124,7 +125,8 @@ def _word_rules(c: Config) -> Iterator[Rule]:
     """Settings that are one of a few words."""
     words = {"grpo.scale": ("std", "batch", "none"), "grpo.aggregation": ("sequence", "token", "constant"),
              "grpo.schedule": ("linear", "constant"), "prompts.form": ("full", "compact"),
-             "rewards.rule": ("lenient", "strict"), "rewards.format_reduce": ("sum", "mean"),
+             "prompts.examples": ("full", "short"), "rewards.rule": ("lenient", "strict"),
+             "rewards.format_reduce": ("sum", "mean"),
              "dtype": ("", "float32", "bfloat16"), "ablate": ("", "shared-weights", "frozen-generator", "no-difficulty")}
     for name, legal in words.items():
         yield _get(c, name) in legal, name, repr(_get(c, name)), f"one of {', '.join(filter(None, legal))}"

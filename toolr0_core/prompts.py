@@ -60,7 +60,7 @@ def generator_messages(spec: TaskSpec, config: PromptConfig, description: str = 
 
     Worked examples are chat turns before the real one; each user turn then carries the specification of its own task.
     """
-    examples = _first(GENERATOR_EXAMPLES, config.generator_examples, "generator_examples")
+    examples = _examples(config, "generator")
     if config.form == "compact":
         system = GENERATOR_COMPACT
     else:
@@ -85,18 +85,24 @@ def _order(spec: TaskSpec, description: str, config: PromptConfig) -> str:
     return f"{GENERATOR_FULL_USER}\n\n{_control(spec, description)}"
 
 
-def _first(examples: Sequence[dict], n: int, name: str) -> Sequence[dict]:
+def _examples(config: PromptConfig, role: str) -> Sequence[dict]:
+    """The worked examples that a role is shown."""
+    examples, n = EXAMPLES[config.examples][role], getattr(config, f"{role}_examples")
     if not 0 <= n <= len(examples):
-        raise ValueError(f"--prompts.{name} is {n}; it has to be between 0 and {len(examples)}")
+        raise ValueError(f"--prompts.{role}_examples is {n}; it has to be between 0 and {len(examples)}")
     return examples[:n]
+
+
+def shown_questions(config: PromptConfig) -> list[str]:
+    """The questions of all worked examples in the prompts, which are no new tasks."""
+    return [e["question"] for role in ("generator", "solver") for e in _examples(config, role)]
 
 
 def solver_messages(question: str, tools: Sequence[Tool], config: PromptConfig) -> Messages:
     """What the Solver is asked: the question and the menu."""
     turns = [_turn("system", SOLVER_COMPACT if config.form == "compact" else SOLVER_FULL)]
-    for e in _first(SOLVER_EXAMPLES, config.solver_examples, "solver_examples"):
-        turns += [_turn("user", _request(e["question"], _tools(e), config)),
-                  _turn("assistant", f"<think>{e['think']}</think>{_answer(e)}")]
+    for e in _examples(config, "solver"):
+        turns += [_turn("user", _request(e["question"], _tools(e), config)), _turn("assistant", _thought(e) + _answer(e))]
     return [*turns, _turn("user", _request(question, tools, config))]
 
 
@@ -107,9 +113,9 @@ def judge_messages(question: str, tools: Sequence[Tool], calls: Sequence[ToolCal
             _turn("user", f"{_request(question, tools, config)}\n<tool_call_answer>{answer}</tool_call_answer>")]
 
 
-def answer_prefix(config: PromptConfig) -> str:
-    """What is written for the model at the start of its answer."""
-    return "<think>" if config.begin_answer else ""
+def answer_prefix(config: PromptConfig, role: str) -> str:
+    """What is written for the model at the start of a task ("generator") or of an answer ("solver")."""
+    return BEGINNINGS[config.examples][role] if config.begin_answer else ""
 
 
 def render_tools(tools: Sequence[Tool], form: str) -> str:
@@ -145,6 +151,10 @@ def _tools(example: dict) -> tuple[Tool, ...]:
                  for name, description, parameters in example["tools"])
 
 
+def _thought(example: dict) -> str:
+    return f"<think>{example['think']}</think>" if "think" in example else ""
+
+
 def _answer(example: dict) -> str:
     calls = [{"name": name, "arguments": arguments} for name, arguments in example["calls"]]
     return f"<tool_call_answer>{json.dumps(calls, ensure_ascii=False)}</tool_call_answer>"
@@ -153,7 +163,8 @@ def _answer(example: dict) -> str:
 def _written(example: dict, config: PromptConfig) -> str:
     """The assistant's turn of a Generator example, a line a block."""
     menu = render_tools(_tools(example), config.form)
-    return (f"<think>{example['think']}</think>\n<question>{example['question']}</question>\n"
+    thought = f"{_thought(example)}\n" if "think" in example else ""
+    return (f"{thought}<question>{example['question']}</question>\n"
             f"<available_tools>{menu}</available_tools>\n{_answer(example)}")
 
 
@@ -182,3 +193,19 @@ GENERATOR_EXAMPLES = (
      "think": "The request: make a reminder, with text, day and hour.",
      "calls": (("create_reminder", {"text": "call Maria", "day": "Friday", "hour": 9}),)},
 )
+# A very small model copies what examples have in common, so these have as much in common as can be: "Please", one tool
+# called after what is asked, one argument with one name, and its value, one word, at the question's end.
+SHORT_GENERATOR_EXAMPLES = (
+    {"domain": "travel", "question": "Please find a hotel in Lisbon.", "tools": (("find_hotel", "", {"query": "string"}),),
+     "calls": (("find_hotel", {"query": "Lisbon"}),)},
+    {"domain": "entertainment", "question": "Please play a song by Adele.", "tools": (("play_song", "", {"query": "string"}),),
+     "calls": (("play_song", {"query": "Adele"}),)},
+)
+SHORT_SOLVER_EXAMPLES = (
+    {"question": "Please show the weather in Paris.", "tools": (("show_weather", "", {"query": "string"}),),
+     "calls": (("show_weather", {"query": "Paris"}),)},
+)
+EXAMPLES = {"full": {"generator": GENERATOR_EXAMPLES, "solver": SOLVER_EXAMPLES},
+            "short": {"generator": SHORT_GENERATOR_EXAMPLES, "solver": SHORT_SOLVER_EXAMPLES}}
+BEGINNINGS = {"full": {"generator": "<think>", "solver": "<think>"},  # of every example's answer
+              "short": {"generator": "<question>Please", "solver": '<tool_call_answer>[{"name": "'}}

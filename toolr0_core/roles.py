@@ -47,7 +47,7 @@ class Player:
         self.model, self.tokenizer, self.config, self.world = model, tokenizer, config, world
         self.sampler = Sampler(model, tokenizer, config.sampler.kv_gib or None, config.sampler.max_sequences)
         self.max_new_tokens = new_tokens(config, role)
-        self.prefix = prompts.answer_prefix(config.prompts)
+        self.prefix = prompts.answer_prefix(config.prompts, role)
         self.master: dict[str, Tensor] | None = None
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -67,17 +67,18 @@ class Player:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def render(self, messages: list[dict[str, str]]) -> Prompt:
+    def render(self, messages: list[dict[str, str]], prefix: str = "") -> Prompt:
         text = "\n".join(m["content"] for m in messages)
-        return Prompt(tuple(self.tokenizer.render(messages, prefix=self.prefix)), text)
+        return Prompt(tuple(self.tokenizer.render(messages, prefix=prefix)), text)
 
     def task_prompts(self, specs: Sequence[TaskSpec], domains: dict[str, Domain]) -> list[Prompt]:
         """The Generator's prompts for these specifications."""
-        return [self.render(prompts.generator_messages(s, self.config.prompts, domains[s.domain].description)) for s in specs]
+        return [self.render(prompts.generator_messages(s, self.config.prompts, domains[s.domain].description), self.prefix)
+                for s in specs]
 
     def answer_prompts(self, tasks: Sequence[Task]) -> list[Prompt]:
         """The Solver's prompts; one layout for training, probes and evaluation."""
-        return [self.render(prompts.solver_messages(t.question, t.tools, self.config.prompts)) for t in tasks]
+        return [self.render(prompts.solver_messages(t.question, t.tools, self.config.prompts), self.prefix) for t in tasks]
 
     def sample(self, asked: Sequence[Prompt], purpose: Purpose, **changes) -> list[list[Completion]]:
         """n completions of every prompt; changes overrule the sampling parameters of rollouts."""

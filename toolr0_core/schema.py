@@ -26,6 +26,7 @@ FAILURE_REASONS = (
     "invalid",  # a gold call that its menu or its question does not support
     "off_spec",  # another menu size or number of calls than asked for
     "trivial",  # a question that needs no tool
+    "example",  # a worked example of the prompts again
 )
 
 

@@ -25,6 +25,7 @@ from toolr0_core.evaluation import heldout
 from toolr0_core.grpo import Trainer
 from toolr0_core.parse import parse_task
 from toolr0_core.presets import new_tokens
+from toolr0_core.prompts import shown_questions
 from toolr0_core.rng import fold
 from toolr0_core.roles import Player, Purpose
 from toolr0_core.rundir import PHASES, Position, RunDir, StopRequest
@@ -44,7 +45,7 @@ class SelfPlay:
         self.config, self.heldout, self.run, self.source, self.stop = config, rows, run, source, stop
         self.players = {"generator": generator, "solver": solver}
         self.generator, self.solver, self.world = generator, solver, generator.world
-        self.domains = specs.load_domains(config.specs.domains)
+        self.domains, self.shown = specs.load_domains(config.specs.domains), shown_questions(config.prompts)
         self.position, self.optimizer = Position(), {}
 
     def play(self) -> dict[str, Any]:
@@ -75,7 +76,8 @@ class SelfPlay:
         texts = [(spec, self.generator.text(x)) for spec, group in zip(asked_for, drawn) for x in group]
         tasks = [parse_task(text, c.require_think) for _, text in texts]
         probed = [i for i, ((spec, _), task) in enumerate(zip(texts, tasks))
-                  if isinstance(task, Task) and rewards.worth_probing(task, spec, c)]
+                  if isinstance(task, Task) and rewards.worth_probing(task, spec, c)
+                  and not curriculum.repeats(task, self.shown)]
         asked = [tasks[i] for i in probed]
         rates = dict(zip(probed, self.solver.success_rates(asked, self.purpose("probe", step)))) if c.difficulty else {}
         scores = dict(zip(probed, self.solver.judgements(asked, self.purpose("judge", step)))) if c.judge else {}
@@ -150,7 +152,7 @@ class SelfPlay:
                                           temperature=c.temperature)
             for (_, spec), (completion,) in zip(part, drawn):
                 text = self.generator.text(completion)
-                task = curriculum.structural_filter(text, spec, c, self.config.rewards)
+                task = curriculum.structural_filter(text, spec, c, self.config.rewards, self.shown)
                 if isinstance(task, Failure):
                     dropped.append({"reason": task.reason, "detail": task.detail, "text": text})
                 else:
