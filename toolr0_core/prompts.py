@@ -202,8 +202,8 @@ SHORT_GENERATOR_EXAMPLES = (
      "calls": (("play_song", {"query": "Adele"}),)},
 )
 SHORT_SOLVER_EXAMPLES = (
-    {"question": "Please show the weather in Paris.", "tools": (("show_weather", "", {"query": "string"}),),
-     "calls": (("show_weather", {"query": "Paris"}),)},
+    {"question": "Please show the weather in Bergen.", "tools": (("show_weather", "", {"query": "string"}),),
+     "calls": (("show_weather", {"query": "Bergen"}),)},
 )
 EXAMPLES = {"full": {"generator": GENERATOR_EXAMPLES, "solver": SOLVER_EXAMPLES},
             "short": {"generator": SHORT_GENERATOR_EXAMPLES, "solver": SHORT_SOLVER_EXAMPLES}}
