@@ -15,7 +15,8 @@ from toolr0_core import report
 from toolr0_core.curriculum import Candidate
 from toolr0_core.evaluation import heldout
 from toolr0_core.options import parse
-from toolr0_core.rundir import Position, RunDir
+from toolr0_core.records import Position
+from toolr0_core.rundir import RunDir
 from toolr0_core.schema import Task, TaskSpec, Tool, ToolCall
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,8 @@ import pytest
 
 from toolr0_core.curriculum import Candidate
 from toolr0_core.presets import nano
-from toolr0_core.rundir import Position, RunDir, check_file, check_out
+from toolr0_core.records import Position
+from toolr0_core.rundir import RunDir, check_file, check_out
 from toolr0_core.schema import Task, TaskSpec, Tool, ToolCall
 
 

@@ -22,7 +22,8 @@ from toolr0_core.curriculum import BUCKETS, bucket
 from toolr0_core.evaluation import heldout
 from toolr0_core.evaluation.statistics import mcnemar
 from toolr0_core.presets import PRESETS
-from toolr0_core.rundir import PHASES, UNREADABLE, candidate, clock, flat, logged, outcome, read_object
+from toolr0_core.records import PHASES, UNREADABLE, candidate, flat, logged, outcome, read_object
+from toolr0_core.rundir import clock
 
 SHOWN_CHARACTERS = 3000  # of one text
 SHOWN_TASKS = 2  # per bucket and iteration

@@ -26,9 +26,10 @@ from toolr0_core.grpo import Trainer
 from toolr0_core.parse import parse_task
 from toolr0_core.presets import new_tokens
 from toolr0_core.prompts import shown_questions
+from toolr0_core.records import PHASES, Position
 from toolr0_core.rng import fold
 from toolr0_core.roles import Player, Purpose
-from toolr0_core.rundir import PHASES, Position, RunDir, StopRequest
+from toolr0_core.rundir import RunDir, StopRequest
 from toolr0_core.schema import Completion, Failure, Prompt, Reward, Scored, Task, TaskSpec
 from toolr0_core.weights import export_model
 
