@@ -1,4 +1,4 @@
-"""Makes the embedded model: tokenizer, pretraining and held-out tasks, from the grammar alone. Run once; 75 minutes.
+"""Makes the embedded model: tokenizer, pretraining and held-out tasks, from the grammar alone. Run once; 80 minutes.
 
     python launch/pretrain_nano.py --out toolr0_core/assets/nano
 

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from typing import Any
 
-from toolr0_core.schema import Failure, Task, Tool, ToolCall
+from toolr0_core.schema import Failure, Task, Tool, ToolCall, is_text
 
 MAX_CHARS = 200_000
 MAX_DEPTH = 32
@@ -183,7 +183,7 @@ def _checked(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         if value == "...":
             raise _Refused("placeholder", "... stands where a value should")
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        if not is_text(value):
             raise _Refused("bad_json", "half of a surrogate pair")
     elif isinstance(value, (list, dict)):
         for element in value:

@@ -47,7 +47,7 @@ def write_report(run: Path) -> Path:
 
 def collect(run: Path) -> dict[str, Any]:
     """What the template shows, by section."""
-    config = read_object(run / "config.json", preset=is_text, seed=is_number)
+    config = read_object(run / "config.json", preset=is_string, seed=is_number)
     metrics = list(read_rows(run / "metrics.jsonl", measured))
     rounds = evaluations(run)
     curricula = [m for m in metrics if m.get("phase") == "curriculum"]
@@ -90,18 +90,18 @@ def measured(row: Any) -> None:
 def rollout(row: Any) -> None:
     """Refuses what is no row of rollouts.jsonl."""
     logged(row)
-    if not (is_number(row["reward"]) and all(is_text(row[key]) for key in ("prompt", "text", "finish"))):
+    if not (is_number(row["reward"]) and all(is_string(row[key]) for key in ("prompt", "text", "finish"))):
         raise ValueError("no rollout")
 
 
 def task(row: Any) -> None:
     """Refuses what is no row of a curriculum, or has a key less than a whole one."""
     domain = candidate(row).task.spec
-    if "spec" not in row["task"] or domain and not is_text(domain.domain):
+    if "spec" not in row["task"] or domain and not is_string(domain.domain):
         raise ValueError("no task")
 
 
-def is_text(value: Any) -> bool:
+def is_string(value: Any) -> bool:
     return isinstance(value, str)
 
 

@@ -138,3 +138,8 @@ class Scored:
     completion: Completion
     reward: Reward
     group: int
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string that can be printed and saved, which half of a surrogate pair (JSON's \\ud800) cannot."""
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

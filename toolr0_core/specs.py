@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolr0_core.config import SpecConfig
-from toolr0_core.schema import TaskSpec
+from toolr0_core.schema import TaskSpec, is_text
 
 _MAX_WEIGHT = 1e9  # so that sums stay finite
 
@@ -63,11 +63,6 @@ def load_domains(path: str | Path) -> dict[str, Domain]:
             raise ValueError(f"specs.domains {path}: domain {name!r:.80} has a name or description that is no text or "
                              f"holds half of a surrogate pair; write its whole characters")
     return {name: Domain(float(entry.get("weight", 1)), entry.get("description", "")) for name, entry in table.items()}
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is a string that can be printed and saved, which half of a surrogate pair (JSON's \\ud800) cannot."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

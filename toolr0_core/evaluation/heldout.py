@@ -13,8 +13,7 @@ from toolr0_core.config import RewardConfig
 from toolr0_core.evaluation.statistics import mean_interval, paired_difference, wilson
 from toolr0_core.matching import calls_equal
 from toolr0_core.parse import parse_calls, parse_menu
-from toolr0_core.schema import Failure, Task, ToolCall
-from toolr0_core.specs import is_text
+from toolr0_core.schema import Failure, Task, ToolCall, is_text
 
 FIGURES = ("greedy", "avg8", "pass8", "format")
 
