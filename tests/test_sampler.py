@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 from scipy_free import chi_square_p
+from toolr0_kernels.reference import truncate
 
 from toolr0_core import sampler
-from toolr0_core.draw import truncate
 from toolr0_core.kv_cache import KVCache
 from toolr0_core.model import load
 from toolr0_core.rng import fold

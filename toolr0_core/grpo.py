@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from toolr0_kernels import linear_logprob
+from toolr0_kernels import linear_grpo_loss, linear_logprob
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -163,19 +163,15 @@ class Trainer:
             weight_M = pick(weights_BT) * counts
             sampled_M = pick(sampled_BT)
             advantage_M = advantages_B.to(weight_M.device)[batch.member_M]
-            ref_M = self._logprobs(self.reference, batch)[0] if self.reference else None
-            logp_M, entropy_M = self._logprobs(self.trained, batch)
-            loss_M, stats = token_loss(logp_M, sampled_M if self.config.updates > 1 else None, advantage_M, ref_M,
-                                       self.config.beta, self.config.clip_low, self.config.clip_high)
-            (loss_M * weight_M).sum().backward()
-            gap_M = (logp_M.detach() - sampled_M).abs()
-            stats |= {"entropy": entropy_M.detach(), "logp_gap": gap_M, "tokens": torch.ones_like(gap_M)}
+            loss, stats = self._loss(batch, advantage_M, weight_M, sampled_M)
+            loss.backward()
+            stats |= {"logp_gap": (stats.pop("logp") - sampled_M).abs(), "tokens": torch.ones_like(weight_M)}
             seen_M = weight_M > 0
             for name, value in stats.items():
                 sums[name] = sums.get(name, 0) + (value * seen_M).sum()
             for name in ("ratio", "logp_gap"):
                 tops[name] = torch.maximum((stats[name] * seen_M).max(), tops.get(name, torch.zeros_like(weight_M[0])))
-            sums["loss"] = sums.get("loss", 0) + (loss_M.detach() * weight_M).sum()
+            sums["loss"] = sums.get("loss", 0) + loss.detach()
         if not batches:  # every group was flat: there is nothing to learn, and no step
             return {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0}
         norm = self.world.item(torch.nn.utils.clip_grad_norm_(self.trained.parameters(), self.config.max_grad_norm))
@@ -188,13 +184,17 @@ class Trainer:
         means = {k: v if k in ("loss", "tokens") else v / tokens for k, v in totals.items()}
         return means | {f"{k}_max": v for k, v in largest.items()} | {"grad_norm": norm}
 
-    def _logprobs(self, model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log-prob and entropy of the batch's completion tokens, at the temperature that sampled them."""
-        def head(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-            return linear_logprob(hidden_ND[batch.source_M], weight_VD, batch.target_M, self.temperature, entropy=True)
-
-        with torch.set_grad_enabled(model is not self.reference):
-            return model(batch.ids_N, batch.positions_N, batch.attend, head)
+    def _loss(self, batch: MicroBatch, advantage_M: Tensor, weight_M: Tensor, sampled_M: Tensor) -> tuple[Tensor, dict]:
+        """Sum of weight * token loss, at the temperature that sampled the tokens, and their statistics."""
+        c, stream, target_M, ref_M = self.config, (batch.ids_N, batch.positions_N, batch.attend), batch.target_M, None
+        if self.reference:
+            with torch.no_grad():
+                ref_M = self.reference(*stream, lambda hidden_ND, weight_VD: linear_logprob(
+                    hidden_ND[batch.source_M], weight_VD, target_M, self.temperature))
+        old_M = sampled_M if c.updates > 1 else None  # None: on-policy
+        return self.trained(*stream, lambda hidden_ND, weight_VD: linear_grpo_loss(
+            hidden_ND[batch.source_M], weight_VD, target_M, advantage_M, weight_M, old_M, ref_M, None, c.beta, c.clip_low,
+            c.clip_high, self.temperature))
 
     def state(self) -> dict[str, Tensor]:
         """The optimiser's moments, by parameter name, and the reference; whole, on the CPU. With `done` and the weights, all

@@ -1,7 +1,7 @@
 """One decoder for Qwen2/2.5, Qwen3, Llama 3.x and SmolLM2, the same code for sampler and trainer.
 
 Shape suffixes: B sequences, T time, N packed tokens, D hidden, H query heads, K key/value heads, E head size,
-F feed-forward, V vocabulary.
+F half of it (rotary pairs), V vocabulary.
 
 Tokens come as one flat stream with their positions; `attend` says who sees whom (attention.py), so a padded batch, a
 packed training row and a decoding step with a cache run through the same lines.
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from toolr0_kernels import add_rms_norm, rms_norm, rope, swiglu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,9 +55,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -70,13 +69,6 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     wavelength = 2 * math.pi / freq
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * freq / s["factor"] + smooth * freq
-
-
-def apply_rope(x_NHE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
-    """Rotate pairs (i, i + E/2), the layout of Hugging Face's weights."""
-    first, second = x_NHE.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return x_NHE * cos_NE[:, None] + rotated * sin_NE[:, None]
 
 
 class Attention(nn.Module):
@@ -94,13 +86,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x_ND: Tensor, cos_NE: Tensor, sin_NE: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_ND: Tensor, cos_NF: Tensor, sin_NF: Tensor, attend: Attend) -> Tensor:
         q_NHE = self.q_proj(x_ND).unflatten(-1, (-1, self.head_dim))
         k_NKE = self.k_proj(x_ND).unflatten(-1, (-1, self.head_dim))
         v_NKE = self.v_proj(x_ND).unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             q_NHE, k_NKE = self.q_norm(q_NHE), self.k_norm(k_NKE)
-        q_NHE, k_NKE = apply_rope(q_NHE, cos_NE, sin_NE), apply_rope(k_NKE, cos_NE, sin_NE)
+        q_NHE, k_NKE = rope(q_NHE, k_NKE, cos_NF, sin_NF)
         return self.o_proj(attend(self.layer, q_NHE, k_NKE, v_NKE).flatten(-2))
 
 
@@ -112,7 +104,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+        return self.down_proj(swiglu(self.gate_proj(x_ND), self.up_proj(x_ND)))
 
 
 class Layer(nn.Module):
@@ -123,9 +115,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_ND: Tensor, cos_NE: Tensor, sin_NE: Tensor, attend: Attend) -> Tensor:
-        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), cos_NE, sin_NE, attend)
-        return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
+    def forward(self, x_ND: Tensor, cos_NF: Tensor, sin_NF: Tensor, attend: Attend) -> Tensor:
+        attended_ND = self.self_attn(self.input_layernorm(x_ND), cos_NF, sin_NF, attend)
+        norm = self.post_attention_layernorm
+        normed_ND, x_ND = add_rms_norm(attended_ND, x_ND, norm.weight, norm.eps)
+        return x_ND + self.mlp(normed_ND)
 
 
 class Model(nn.Module):
@@ -153,20 +147,20 @@ class Model(nn.Module):
         Head and loss belong inside this call so that FSDP has the root's parameters gathered when they run.
         """
         x_ND = self.embed_tokens(ids_N)
-        cos_NE, sin_NE = self.rope(positions_N, x_ND.dtype)
+        cos_NF, sin_NF = self.rotary(positions_N)
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
-                x_ND = checkpoint(layer, x_ND, cos_NE, sin_NE, attend, use_reentrant=False)
+                x_ND = checkpoint(layer, x_ND, cos_NF, sin_NF, attend, use_reentrant=False)
             else:
-                x_ND = layer(x_ND, cos_NE, sin_NE, attend)
+                x_ND = layer(x_ND, cos_NF, sin_NF, attend)
         hidden_ND = self.norm(x_ND)
         return hidden_ND if head is None else head(hidden_ND, self.head_weight)
 
-    def rope(self, positions_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, E] of these positions; angles in fp32 whatever the model's dtype."""
-        freq_E = rope_frequencies(self.config).to(positions_N.device)
-        angle_NE = (positions_N.float()[:, None] * freq_E).repeat(1, 2)
-        return angle_NE.cos().to(dtype), angle_NE.sin().to(dtype)
+    def rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, E/2] of these positions, in fp32 whatever the model's dtype."""
+        freq_F = rope_frequencies(self.config).to(positions_N.device)
+        angle_NF = positions_N.float()[:, None] * freq_F
+        return angle_NF.cos(), angle_NF.sin()
 
     def logits(self, ids_BT: Tensor) -> Tensor:
         """Logits [B, T, V] of a batch of equal lengths: the plain forward pass, for tests and readers."""

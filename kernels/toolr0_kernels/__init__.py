@@ -1,5 +1,17 @@
 """Kernels under one signature each; `impl` chooses between implementations, "auto" the fastest that runs here."""
 
-from toolr0_kernels.dispatch import linear_grpo_loss, linear_logprob
+from toolr0_kernels.dispatch import (
+    add_rms_norm,
+    decode_attention,
+    describe,
+    linear_grpo_loss,
+    linear_logprob,
+    linear_sample,
+    rms_norm,
+    rope,
+    sample,
+    swiglu,
+)
 
-__all__ = ["linear_grpo_loss", "linear_logprob"]
+__all__ = ["add_rms_norm", "decode_attention", "describe", "linear_grpo_loss", "linear_logprob", "linear_sample", "rms_norm",
+           "rope", "sample", "swiglu"]

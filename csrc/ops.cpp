@@ -1,0 +1,30 @@
+// Schemas and registrations. Shapes, dtypes and ranges are checked by kernels/toolr0_kernels/dispatch.py.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(toolr0, m) {
+  m.def("row_logprob(Tensor logits, Tensor target, float temperature) -> (Tensor, Tensor, Tensor)");
+  m.def("row_logprob_backward(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor grad_logp, Tensor grad_entropy, "
+        "Tensor grad_lse, float temperature) -> Tensor");
+  m.def("row_grpo_loss_(Tensor(a!) logits, Tensor target, Tensor advantage, Tensor weight, Tensor? old_logp, Tensor? ref_logp, "
+        "Tensor? importance, Tensor clip_low, Tensor clip_high, float beta, float temperature, bool grad) -> Tensor");
+  m.def("sample(Tensor logits, Tensor seed, Tensor position, Tensor temperature, Tensor? top_k, Tensor? top_p) "
+        "-> (Tensor, Tensor, Tensor)");
+  m.def("decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table, Tensor length, float scale) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(toolr0, CPU, m) {
+  m.impl("row_logprob", TORCH_BOX(&toolr0::row_logprob));
+  m.impl("row_logprob_backward", TORCH_BOX(&toolr0::row_logprob_backward));
+  m.impl("row_grpo_loss_", TORCH_BOX(&toolr0::row_grpo_loss_));
+  m.impl("sample", TORCH_BOX(&toolr0::sample));
+  m.impl("decode_attention", TORCH_BOX(&toolr0::decode_attention));
+}
+
+// `import toolr0_kernels._C` runs the registrations above; the module itself is empty.
+PyMODINIT_FUNC PyInit__C() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,35 @@
+// The CPU ops, torch.ops.toolr0.*, over torch's stable ABI: one binary for every torch from 2.11 on.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace toolr0 {
+
+using torch::stable::parallel_for;
+using torch::stable::Tensor;
+
+inline Tensor new_floats(const Tensor& like, std::vector<int64_t> sizes) {
+  return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_logprob(const Tensor& logits, const Tensor& target, double temperature);
+Tensor row_logprob_backward(const Tensor& logits, const Tensor& target, const Tensor& lse, const Tensor& entropy,
+                            const Tensor& grad_logp, const Tensor& grad_entropy, const Tensor& grad_lse, double temperature);
+Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& advantage, const Tensor& weight,
+                      const std::optional<Tensor>& old_logp, const std::optional<Tensor>& ref_logp,
+                      const std::optional<Tensor>& importance, const Tensor& clip_low, const Tensor& clip_high, double beta,
+                      double temperature, bool grad);
+std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& seed, const Tensor& position,
+                                          const Tensor& temperature, const std::optional<Tensor>& top_k,
+                                          const std::optional<Tensor>& top_p);
+Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
+                        const Tensor& length, double scale);
+
+}  // namespace toolr0

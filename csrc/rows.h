@@ -1,0 +1,74 @@
+// What the CPU ops share: an exp that compilers vectorise, and the sums of a row of logits in one pass over memory.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace toolr0 {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int64_t kBlock = 1024;  // logits of a row handled at once: 4 KB, so all passes over a block but the first hit L1
+constexpr float kLowest = -87.0f;  // e^x is 0 from here down: nothing, next to the row's largest term, which is 1
+
+// e^x for x <= 0 within 2 ulp, and NaN for NaN. 2^n * p(r) with n = round(x / ln 2) and |r| <= ln 2 / 2; no branch.
+inline float exp_nonpositive(float x) {
+  const float clamped = x < kLowest ? kLowest : x;
+  const float n = std::nearbyintf(clamped * 1.44269504f);
+  const float r = clamped - n * 0.693359375f - n * -2.12194440e-4f;  // ln 2 in two parts (Cody and Waite)
+  float p = 1.9875691500e-4f;  // the minimax polynomial of Cephes' expf
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < kLowest ? 0.0f : p * power;
+}
+
+// Of z = logit / temperature, relative to the largest z so far: sum e^(z - max) and sum e^(z - max) (z - max).
+struct Sums {
+  float max = -kInf;
+  double mass = 0.0;
+  double weighted = 0.0;
+
+  void merge(const Sums& other) {
+    if (other.mass == 0.0) return;
+    const float top = std::max(max, other.max);
+    const double mine = max == -kInf ? 0.0 : std::exp(static_cast<double>(max) - top);
+    const double theirs = std::exp(static_cast<double>(other.max) - top);
+    weighted = (max == -kInf ? 0.0 : mine * (weighted + mass * (static_cast<double>(max) - top))) +
+               theirs * (other.weighted + other.mass * (static_cast<double>(other.max) - top));
+    mass = mine * mass + theirs * other.mass;
+    max = top;
+  }
+
+  double lse() const { return max + std::log(mass); }
+  double entropy() const { return std::log(mass) - weighted / mass; }  // no large number cancels, whatever is added to z
+};
+
+// The sums of one block of at most kBlock logits; with keep, e^(z - block's max) is written over the logits.
+template <bool keep>
+inline Sums block_sums(float* x, int64_t n, float inverse_temperature) {
+  float top = -kInf;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) top = x[i] > top ? x[i] : top;
+  if (top == -kInf) top = 0.0f;  // nothing but -inf, of mass 0, or NaN, which has to show
+  float mass = 0.0f, weighted = 0.0f;
+#pragma omp simd reduction(+ : mass, weighted)
+  for (int64_t i = 0; i < n; ++i) {
+    const float d = (x[i] - top) * inverse_temperature;
+    const float e = exp_nonpositive(d);
+    mass += e;
+    weighted += e * (d < kLowest ? kLowest : d);  // 0 * -inf would be NaN
+    if (keep) x[i] = e;
+  }
+  return {mass == 0.0f ? -kInf : top * inverse_temperature, mass, weighted};
+}
+
+}  // namespace toolr0

@@ -1,0 +1,84 @@
+"""The C++ ops of csrc/ as implementations of the public functions, with what torch.compile and autograd need to know.
+
+They compute in fp32 on the CPU; narrower inputs are widened first. Where they were not built, `problem` says why.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolr0_kernels import chunked
+from toolr0_kernels.chunked import LinearLogprob, Rows
+
+try:
+    import toolr0_kernels._C  # noqa: F401  registers torch.ops.toolr0
+    problem = None
+except ImportError as error:
+    problem = str(error)
+
+CHUNK_BYTES = 1 << 25  # of logits: what the last cache holds
+
+
+def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
+                   entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    return LinearLogprob.apply(hidden_ND, weight_VD, target_N, temperature, _rows())
+
+
+def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *args) -> tuple[Tensor, dict[str, Tensor]]:
+    return chunked.linear_grpo_loss(hidden_ND, weight_VD, target_N, *args, _rows())
+
+
+def _rows() -> Rows:
+    ops = torch.ops.toolr0
+    return Rows(CHUNK_BYTES, ops.row_logprob, ops.row_logprob_backward, ops.row_grpo_loss_)
+
+
+def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor, top_k_S: Tensor | None = None,
+           top_p_S: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.toolr0.sample(logits_SV.float(), seed_S, position_S, temperature_S, top_k_S, top_p_S)
+
+
+def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
+                     scale: float) -> Tensor:
+    return torch.ops.toolr0.decode_attention(q_SHE, k_cache_PKBE, v_cache_PKBE, table_SM, length_S, scale)
+
+
+def _register() -> None:
+    """Shapes of the outputs, for torch.compile, and the gradient of row_logprob."""
+    ops = torch.library
+    rows = lambda x: x.new_empty(x.shape[0])  # noqa: E731
+
+    @ops.register_fake("toolr0::row_logprob")
+    def _(logits, target, temperature):
+        return rows(logits), rows(logits), rows(logits)
+
+    @ops.register_fake("toolr0::row_logprob_backward")
+    def _(logits, target, lse, entropy, grad_logp, grad_entropy, grad_lse, temperature):
+        return torch.empty_like(logits)
+
+    @ops.register_fake("toolr0::row_grpo_loss_")
+    def _(logits, *args):
+        return logits.new_empty(8, logits.shape[0])
+
+    @ops.register_fake("toolr0::sample")
+    def _(logits, *args):
+        return rows(logits).long(), rows(logits), rows(logits)
+
+    @ops.register_fake("toolr0::decode_attention")
+    def _(q, *args):
+        return torch.empty_like(q)
+
+    def setup(ctx, inputs, output):
+        logits, target, ctx.temperature = inputs
+        ctx.save_for_backward(logits, target, output[2], output[1])
+
+    def backward(ctx, *grads):
+        grads = [g.contiguous() for g in grads]
+        return torch.ops.toolr0.row_logprob_backward(*ctx.saved_tensors, *grads, ctx.temperature), None, None
+
+    ops.register_autograd("toolr0::row_logprob", backward, setup_context=setup)
+
+
+if problem is None:
+    _register()
