@@ -6,79 +6,128 @@
 #include "ops.h"
 #include "rows.h"
 
+#include <array>
 #include <atomic>
+#include <utility>
 
 namespace toolr0 {
 namespace {
 
-constexpr int64_t kMaxGroup = 16;  // query heads handled in one reading of the keys; more take another reading
+constexpr int64_t kMaxGroup = 8;  // query heads handled in one reading of the keys; more take another reading
+typedef float Vec __attribute__((vector_size(64)));  // 16 floats, in as many registers as the machine needs for them
+constexpr int64_t kLanes = 16;
 
 struct Shape {
-  int64_t K, B, E, M, group;
+  int64_t K, B, E, group;
 };
 
-inline float dot(const float* a, const float* b, int64_t n) {
+inline Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline float total(Vec v) {
   float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  for (int64_t i = 0; i < kLanes; ++i) sum += v[i];
   return sum;
 }
 
-// G query heads of one key head: q [G, E] already scaled, out [G, E].
-template <int64_t E_>
-void attend(const float* q, const float* k, const float* v, const int32_t* pages, int64_t length, int64_t kv_head, int64_t G,
-            const Shape& s, float* scores, float* out) {
-  const int64_t E = E_ ? E_ : s.E;
-  float top[kMaxGroup], mass[kMaxGroup];
+// Asks for E floats. A hardware prefetcher stops where a page of memory ends, and those of the cache are not much larger.
+template <int64_t E>
+inline void prefetch(const float* at) {
+  for (int64_t e = 0; e < E; e += kLanes) __builtin_prefetch(at + e);
+}
+
+// Scores of n keys for G queries: scores[g][t] = q[g] . keys[t], every key loaded once. `next` is what will be read after.
+template <int64_t E, int64_t G>
+inline void score(const float* q, const float* keys, int64_t n, int64_t B, const float* next, float* scores) {
+  Vec queries[G][E / kLanes];
+  for (int64_t g = 0; g < G; ++g)
+    for (int64_t j = 0; j < E / kLanes; ++j) queries[g][j] = load(q + g * E + j * kLanes);
+  for (int64_t t = 0; t < n; ++t) {
+    Vec sum[G] = {};
+    prefetch<E>(next + t * E);
+    for (int64_t j = 0; j < E / kLanes; ++j) {
+      const Vec key = load(keys + t * E + j * kLanes);
+      for (int64_t g = 0; g < G; ++g) sum[g] += queries[g][j] * key;
+    }
+    for (int64_t g = 0; g < G; ++g) scores[g * B + t] = total(sum[g]);
+  }
+}
+
+// out[g] = shift[g] * out[g] + sum over t of weights[g][t] * values[t], every value loaded once.
+template <int64_t E, int64_t G>
+inline void accumulate(const float* weights, const float* values, int64_t n, int64_t B, const float* shift, const float* next,
+                       float* out) {
+  Vec sum[G][E / kLanes];
+  for (int64_t g = 0; g < G; ++g)
+    for (int64_t j = 0; j < E / kLanes; ++j) sum[g][j] = shift[g] * load(out + g * E + j * kLanes);
+  for (int64_t t = 0; t < n; ++t) {
+    prefetch<E>(next + t * E);
+    for (int64_t j = 0; j < E / kLanes; ++j) {
+      const Vec value = load(values + t * E + j * kLanes);
+      for (int64_t g = 0; g < G; ++g) sum[g][j] += weights[g * B + t] * value;
+    }
+  }
+  for (int64_t g = 0; g < G; ++g) std::memcpy(out + g * E, sum[g], sizeof sum[g]);
+}
+
+// The scores of a page become weights relative to the largest score so far; the factor for what was summed before.
+inline float soften(float* row, int64_t n, float& top, float& mass) {
+  float highest = top;
+  for (int64_t t = 0; t < n; ++t) highest = row[t] > highest ? row[t] : highest;
+  const float shift = top == -kInf ? 0.0f : exp_nonpositive(top - highest);
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t t = 0; t < n; ++t) {
+    row[t] = exp_nonpositive(row[t] - highest);
+    sum += row[t];
+  }
+  mass = mass * shift + sum;
+  top = highest;
+  return shift;
+}
+
+// G queries of one key head over its sequence's pages: q [G, E] already scaled, out [G, E].
+template <int64_t E, int64_t G>
+void attend(const float* q, const float* k, const float* v, const int32_t* pages, int64_t length, int64_t head, const Shape& s,
+            float* scores, float* out) {
+  float top[G], mass[G] = {}, shift[G];
   std::fill(top, top + G, -kInf);
-  std::fill(mass, mass + G, 0.0f);
   std::fill(out, out + G * E, 0.0f);
   for (int64_t from = 0; from < length; from += s.B) {
-    const int64_t page = pages[from / s.B], n = std::min(s.B, length - from);
-    const float *keys = k + (page * s.K + kv_head) * s.B * E, *values = v + (page * s.K + kv_head) * s.B * E;
-    for (int64_t t = 0; t < n; ++t)
-      for (int64_t g = 0; g < G; ++g) scores[g * s.B + t] = dot(q + g * E, keys + t * E, E);
-    for (int64_t g = 0; g < G; ++g) {
-      float* row = scores + g * s.B;
-      float highest = top[g];
-      for (int64_t t = 0; t < n; ++t) highest = row[t] > highest ? row[t] : highest;
-      const float shift = top[g] == -kInf ? 0.0f : exp_nonpositive(top[g] - highest);
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t t = 0; t < n; ++t) {
-        row[t] = exp_nonpositive(row[t] - highest);
-        sum += row[t];
-      }
-      mass[g] = mass[g] * shift + sum;
-      top[g] = highest;
-      if (shift != 1.0f)
-        for (int64_t e = 0; e < E; ++e) out[g * E + e] *= shift;
-    }
-    for (int64_t g = 0; g < G; ++g) {
-      float* to = out + g * E;
-      const float* row = scores + g * s.B;
-      for (int64_t t = 0; t < n; ++t) {
-        const float w = row[t];
-#pragma omp simd
-        for (int64_t e = 0; e < E; ++e) to[e] += w * values[t * E + e];
-      }
-    }
+    const int64_t page = from / s.B, following = std::min(page + 1, (length - 1) / s.B), n = std::min(s.B, length - from);
+    const int64_t at = (pages[page] * s.K + head) * s.B * E, then = (pages[following] * s.K + head) * s.B * E;
+    score<E, G>(q, k + at, n, s.B, v + at, scores);
+    for (int64_t g = 0; g < G; ++g) shift[g] = soften(scores + g * s.B, n, top[g], mass[g]);
+    accumulate<E, G>(scores, v + at, n, s.B, shift, k + then, out);
   }
   for (int64_t g = 0; g < G; ++g)
     for (int64_t e = 0; e < E; ++e) out[g * E + e] /= length ? mass[g] : 1.0f;
+}
+
+using Attend = void (*)(const float*, const float*, const float*, const int32_t*, int64_t, int64_t, const Shape&, float*, float*);
+
+// attend for 1 to kMaxGroup queries of a fixed head size.
+template <int64_t E, size_t... I>
+std::array<Attend, sizeof...(I)> family(std::index_sequence<I...>) {
+  return {attend<E, I + 1>...};
 }
 
 }  // namespace
 
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
                         const Tensor& length, double scale) {
-  const int64_t S = q.size(0), H = q.size(1), E = q.size(2);
-  const Shape shape{k_cache.size(1), k_cache.size(2), E, table.size(1), H / k_cache.size(1)};
+  const int64_t S = q.size(0), H = q.size(1), E = q.size(2), M = table.size(1);
+  const Shape shape{k_cache.size(1), k_cache.size(2), E, H / k_cache.size(1)};
+  STD_TORCH_CHECK(E == 32 || E == 64 || E == 96 || E == 128, "head size has to be 32, 64, 96 or 128");
+  constexpr auto groups = std::make_index_sequence<kMaxGroup>{};
+  const auto run = E == 32 ? family<32>(groups) : E == 64 ? family<64>(groups) : E == 96 ? family<96>(groups) : family<128>(groups);
   Tensor out = new_floats(q, {S, H, E});
   const float *q_ = q.const_data_ptr<float>(), *k = k_cache.const_data_ptr<float>(), *v = v_cache.const_data_ptr<float>();
   const int32_t *pages = table.const_data_ptr<int32_t>(), *lengths = length.const_data_ptr<int32_t>();
   float* out_ = out.mutable_data_ptr<float>();
-  auto run = E == 64 ? attend<64> : E == 128 ? attend<128> : attend<0>;
   const int64_t tasks = S * shape.K, threads = std::max<int64_t>(1, std::min<int64_t>(tasks, torch::stable::get_num_threads()));
   std::atomic<int64_t> next{0};
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
@@ -88,7 +137,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
       for (int64_t first = 0; first < shape.group; first += kMaxGroup) {
         const int64_t G = std::min(kMaxGroup, shape.group - first), at = (s * H + head * shape.group + first) * E;
         for (int64_t i = 0; i < G * E; ++i) scaled[i] = q_[at + i] * static_cast<float>(scale);
-        run(scaled.data(), k, v, pages + s * shape.M, lengths[s], head, G, shape, scores.data(), out_ + at);
+        run[G - 1](scaled.data(), k, v, pages + s * M, lengths[s], head, shape, scores.data(), out_ + at);
       }
     }
   });
