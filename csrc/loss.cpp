@@ -61,10 +61,11 @@ std::tuple<Tensor, Tensor, Tensor> row_logprob(const Tensor& logits, const Tenso
     for (int64_t i = begin; i < end; ++i) {
       float* row = const_cast<float*>(x) + i * V;  // block_sums<false> does not write
       Sums sums;
-      for (int64_t b = 0; b < V; b += kBlock) sums.merge(block_sums<false>(row + b, std::min(kBlock, V - b), inverse));
-      logp_[i] = static_cast<float>(static_cast<double>(row[t[i]]) * inverse - sums.max - std::log(sums.mass));
+      for (int64_t b = 0; b < V; b += kBlock)
+        sums.merge(block_sums<false>(row + b, std::min(kBlock, V - b), inverse), inverse);
+      logp_[i] = sums.logp(row[t[i]], inverse);
       entropy_[i] = static_cast<float>(sums.entropy());
-      lse_[i] = static_cast<float>(sums.lse());
+      lse_[i] = static_cast<float>(sums.lse(inverse));
     }
   });
   return {logp, entropy, lse};
@@ -119,19 +120,19 @@ Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& advanta
     std::vector<float> tops(blocks);
     for (int64_t i = begin; i < end; ++i) {
       float* row = x + i * V;
-      const double z = static_cast<double>(row[t[i]]) * inverse;
+      const float x_target = row[t[i]];
       const bool write = grad && policy.weight[i] != 0.0f;
       Sums sums;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = b * kBlock, n = std::min(kBlock, V - from);
         const Sums s = write ? block_sums<true>(row + from, n, inverse) : block_sums<false>(row + from, n, inverse);
         tops[b] = s.max;
-        sums.merge(s);
+        sums.merge(s, inverse);
       }
-      const float logp = static_cast<float>(z - sums.max - std::log(sums.mass));
+      const float logp = sums.logp(x_target, inverse);
       const TokenLoss loss = token_loss(policy, i, logp);
       const float values[] = {loss.loss, loss.ratio, loss.clipped_low, loss.clipped_high, loss.kl, logp,
-                              static_cast<float>(sums.entropy()), static_cast<float>(sums.lse())};
+                              static_cast<float>(sums.entropy()), static_cast<float>(sums.lse(inverse))};
       for (int64_t k = 0; k < 8; ++k) out[k * N + i] = values[k];
       if (!grad) continue;
       if (!write) {
@@ -141,7 +142,7 @@ Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& advanta
       const float g = policy.weight[i] * loss.slope * inverse;  // d / d logit = g (1[target] - p)
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = b * kBlock, n = std::min(kBlock, V - from);
-        const float c = static_cast<float>(-g * std::exp(static_cast<double>(tops[b]) - sums.max) / sums.mass);
+        const float c = static_cast<float>(-g * std::exp((static_cast<double>(tops[b]) - sums.max) * inverse) / sums.mass);
 #pragma omp simd
         for (int64_t v = 0; v < n; ++v) row[from + v] *= c;
       }

@@ -31,25 +31,38 @@ inline float exp_nonpositive(float x) {
   return x < kLowest ? 0.0f : p * power;
 }
 
-// Of z = logit / temperature, relative to the largest z so far: sum e^(z - max) and sum e^(z - max) (z - max).
+// Of a row of logits x: their largest, sum e^z and sum e^z z with z = (x - max) / temperature. No large number is ever
+// subtracted from another, whatever is added to all logits.
 struct Sums {
   float max = -kInf;
   double mass = 0.0;
   double weighted = 0.0;
 
-  void merge(const Sums& other) {
+  void merge(const Sums& other, float inverse_temperature) {
     if (other.mass == 0.0) return;
     const float top = std::max(max, other.max);
-    const double mine = max == -kInf ? 0.0 : std::exp(static_cast<double>(max) - top);
-    const double theirs = std::exp(static_cast<double>(other.max) - top);
-    weighted = (max == -kInf ? 0.0 : mine * (weighted + mass * (static_cast<double>(max) - top))) +
-               theirs * (other.weighted + other.mass * (static_cast<double>(other.max) - top));
-    mass = mine * mass + theirs * other.mass;
-    max = top;
+    rebase(top, inverse_temperature);
+    Sums theirs = other;
+    theirs.rebase(top, inverse_temperature);
+    mass += theirs.mass;
+    weighted += theirs.weighted;
   }
 
-  double lse() const { return max + std::log(mass); }
-  double entropy() const { return std::log(mass) - weighted / mass; }  // no large number cancels, whatever is added to z
+  double lse(float inverse_temperature) const { return static_cast<double>(max) * inverse_temperature + std::log(mass); }
+  double entropy() const { return std::log(mass) - weighted / mass; }
+  float logp(float x, float inverse_temperature) const {
+    return static_cast<float>((x - max) * inverse_temperature - std::log(mass));
+  }
+
+ private:
+  void rebase(float top, float inverse_temperature) {  // the same sums, relative to a larger logit
+    if (mass != 0.0) {
+      const double z = (static_cast<double>(max) - top) * inverse_temperature, shift = std::exp(z);
+      weighted = shift * (weighted + mass * z);
+      mass *= shift;
+    }
+    max = top;
+  }
 };
 
 // The sums of one block of at most kBlock logits; with keep, e^(z - block's max) is written over the logits.
@@ -68,7 +81,11 @@ inline Sums block_sums(float* x, int64_t n, float inverse_temperature) {
     weighted += e * (d < kLowest ? kLowest : d);  // 0 * -inf would be NaN
     if (keep) x[i] = e;
   }
-  return {mass == 0.0f ? -kInf : top * inverse_temperature, mass, weighted};
+  Sums sums;
+  sums.max = mass == 0.0f ? -kInf : top;
+  sums.mass = mass;
+  sums.weighted = weighted;
+  return sums;
 }
 
 }  // namespace toolr0

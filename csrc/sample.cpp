@@ -51,7 +51,7 @@ class Row {
         for (int64_t i = 0; i < n; ++i) kept[i] = cut.keeps(x_[from + i], from + i) ? x_[from + i] : -kInf;
         blocks_.push_back(block_sums<false>(kept, n, inverse_));
       }
-      sums_.merge(blocks_.back());
+      sums_.merge(blocks_.back(), inverse_);
     }
   }
 
@@ -69,7 +69,7 @@ class Row {
     double left = u * sums_.mass;
     size_t b = 0, last = 0;
     for (; b < blocks_.size(); ++b) {
-      const double mass = blocks_[b].mass == 0.0 ? 0.0 : blocks_[b].mass * std::exp(static_cast<double>(blocks_[b].max) - sums_.max);
+      const double mass = blocks_[b].mass == 0.0 ? 0.0 : blocks_[b].mass * std::exp((static_cast<double>(blocks_[b].max) - sums_.max) * inverse_);
       if (mass > 0.0) last = b;
       if (left < mass) break;
       left -= mass;
@@ -85,13 +85,11 @@ class Row {
     return token;
   }
 
-  float logp(int64_t token) const {
-    return static_cast<float>(static_cast<double>(x_[token]) * inverse_ - sums_.max - std::log(sums_.mass));
-  }
+  float logp(int64_t token) const { return sums_.logp(x_[token], inverse_); }
   float entropy() const { return static_cast<float>(sums_.entropy()); }
 
  private:
-  float below(float x) const { return sums_.max - x * inverse_; }
+  float below(float x) const { return (sums_.max - x) * inverse_; }
   float mass_of(float x) const { return exp_nonpositive(std::min(0.0f, -below(x))); }
   int bin_of(float x) const {
     const float b = below(x) * kBinsPerNat;

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from toolr0_kernels import cpp
 
 from toolr0_core.model import Model, ModelConfig
 
@@ -36,3 +37,11 @@ def tiny():
                     p.normal_(0, 0.25)
         return model
     return make
+
+
+@pytest.fixture(params=["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch", "cpp"])
+def impl(request):
+    """Every implementation of a kernel that this process can run; Triton's interpreter has one of its own."""
+    if request.param == "cpp" and cpp.problem:
+        pytest.skip(f"the C++ ops were not built: {cpp.problem}")
+    return request.param

@@ -79,12 +79,12 @@ def token_loss(logp: Tensor, old_logp: Tensor | None, advantage: Tensor, ref_log
     log-ratio clamped to +-20 so that one outlier stays finite.
     """
     ratio = (logp - (logp.detach() if old_logp is None else old_logp)).exp()
-    clipped = torch.minimum(torch.maximum(ratio, torch.as_tensor(1 - clip_low)), torch.as_tensor(1 + clip_high))
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    low, high = (torch.as_tensor(bound, dtype=ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if is_weight is not None:
         loss = loss * is_weight.detach()
-    stats = {"ratio": ratio.detach(), "clipped_low": ((ratio < 1 - clip_low) & (advantage < 0)).float(),
-             "clipped_high": ((ratio > 1 + clip_high) & (advantage > 0)).float()}
+    stats = {"ratio": ratio.detach(), "clipped_low": ((ratio < low) & (advantage < 0)).float(),
+             "clipped_high": ((ratio > high) & (advantage > 0)).float()}
     if ref_logp is not None:
         d = (ref_logp - logp).clamp(-20, 20)
         kl = d.exp() - d - 1

@@ -17,10 +17,10 @@ CHUNK_BYTES = 1 << 28  # logits that exist at once, fp32
 
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
-                   entropy: bool = True, chunk_bytes: int = CHUNK_BYTES) -> tuple[Tensor, Tensor | None, Tensor]:
+                   entropy: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
     """logp, entropy where asked for, lse (dispatch.linear_logprob). Rows go in chunks; with several, a chunk's logits are
     recomputed in the backward."""
-    rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+    rows = max(1, CHUNK_BYTES // (4 * weight_VD.shape[0]))
     if len(target_N) <= rows:
         parts = [_chunk(hidden_ND, weight_VD, target_N, temperature, entropy)]
     else:
