@@ -17,6 +17,7 @@ try:
 except ImportError as error:
     problem = str(error)
 
+HEAD_SIZES = (32, 64, 96, 128)  # that csrc/attention.cpp is compiled for
 CHUNK_BYTES = 1 << 27  # of logits: each chunk reads the whole head, so fewer and larger are faster
 
 

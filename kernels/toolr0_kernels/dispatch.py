@@ -170,8 +170,8 @@ def _missing(kernel: str, impl: str, x: Tensor) -> str | None:
     if impl == "cpp":
         if kernel not in IN_CPP:
             return "it has no C++ version"
-        if kernel == "decode_attention" and x.dtype != torch.float32:
-            return f"the C++ version is fp32 and this tensor is {x.dtype}"
+        if kernel == "decode_attention" and (x.dtype != torch.float32 or x.shape[-1] not in cpp.HEAD_SIZES):
+            return f"the C++ version is fp32 with head size {cpp.HEAD_SIZES}, not {x.dtype} with head size {x.shape[-1]}"
         if x.device.type != "cpu":
             return f"the C++ ops run on the CPU and this tensor is on {x.device}"
         return cpp.problem and f"the C++ ops were not built ({cpp.problem}); `pip install -e .` with a C++ compiler builds them"
