@@ -57,6 +57,8 @@ def run(config, own) -> int:
     if not config.out and not own.dry_run:
         raise ValueError("--out is missing; name the directory for this run, such as runs/first")
     out = Path(config.out)
+    from toolr0_kernels import describe
+
     from toolr0_core import checkpoint, distributed, model, tokenizer
     from toolr0_core.evaluation import heldout
     from toolr0_core.plan import check_heldout, check_prompts, checkpoint_bytes, counted, show_plan
@@ -93,6 +95,7 @@ def run(config, own) -> int:
     rundir.write_config(config)
     rundir.say(f"{config.preset}, seed {config.seed}, {counted(config.iterations, 'iteration')}, "
                f"{counted(world.size, 'rank')}; everything goes to {out}")
+    rundir.say(describe(world.device))
     base = model.load(source, world.device, distributed.sampling_dtype(world, config.dtype))
     players = [Player(m, text, config, world, role) for m, role in ((base, "generator"), (copy.deepcopy(base), "solver"))]
     with StopRequest().listening() as stop:

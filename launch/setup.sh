@@ -50,7 +50,7 @@ is_ready() { [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$1" ]; }
 
 set_up() {
     local want
-    want="$(cat "$ROOT/setup.py" "$ROOT/launch/setup.sh" | sha256sum) $ROOT"
+    want="$(cd "$ROOT" && find setup.py launch/setup.sh csrc/ -type f | sort | xargs cat | sha256sum) $ROOT"
     is_ready "$want" && return
     if command -v flock >/dev/null; then flock 9; fi # until the function ends: one set-up at a time
     is_ready "$want" && return

@@ -30,6 +30,7 @@ class Repository:
     def __init__(self, folder: Path):
         self.root, self.bin, self.log = folder / "my copy", folder / "bin", folder / "log"
         shutil.copytree(ROOT / "launch", self.root / "launch")
+        shutil.copytree(ROOT / "csrc", self.root / "csrc")
         shutil.copy(ROOT / "setup.py", self.root)
         self.bin.mkdir()
         self.put("python3", FAKE_PYTHON)
@@ -85,9 +86,10 @@ def test_a_set_up_that_failed_is_done_again(failing, repository):
     assert [line.split()[0] for line in repository.done()] == ["install", "install", "run:"]
 
 
-def test_a_change_of_the_requirements_is_installed_even_if_it_is_taken_back_half_way(repository):
+@pytest.mark.parametrize("file", ["setup.py", "csrc/rows.h"])
+def test_a_change_of_what_is_installed_is_installed_even_if_it_is_taken_back_half_way(repository, file):
     repository.run("setup.sh")
-    setup = repository.root / "setup.py"
+    setup = repository.root / file
     former = setup.read_text()
     setup.write_text(former + "# changed\n")
     assert repository.run("setup.sh", FAKE_FAIL="[dev]").returncode == 1
