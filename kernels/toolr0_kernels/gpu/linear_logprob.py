@@ -189,7 +189,7 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden_LD, d_weight_VD = through_logits(hidden_ND[live_L], weight_VD, dlogits, *ctx.needs_input_grad[:2])
         if d_hidden_LD is not None:
             d_hidden_ND = torch.zeros_like(hidden_ND)
-            d_hidden_ND[live_L] = d_hidden_LD.div_(power)
+            d_hidden_ND[live_L] = d_hidden_LD.div_(power).to(hidden_ND.dtype)
         d_weight_VD = None if d_weight_VD is None else torch.div(d_weight_VD, power, out=torch.empty_like(weight_VD))
         return d_hidden_ND if ctx.needs_input_grad[0] else None, d_weight_VD, None, None, None
 

@@ -60,10 +60,10 @@ def row_sums(row_ptr, V, scale, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def write_dlogits(row_ptr, out_ptr, target, V, scale, m, s, entropy, by_logp, by_entropy, by_lse, ENTROPY: tl.constexpr,
+def write_dlogits(row_ptr, out_ptr, target, V, scale, m, s, entropy, by_logp, by_entropy, by_lse, ALL: tl.constexpr,
                   BLOCK_V: tl.constexpr):
-    """by_logp (1[target] - p) + p (by_lse - by_entropy (log p + entropy)), from the row's end to its start: the blocks that
-    were read last are those that the L2 cache still holds. `by_*` carry the 1 / T of d(x / T) / dx."""
+    """by_logp (1[target] - p) and, with ALL, + p (by_lse - by_entropy (log p + entropy)); `by_*` carry the 1 / T. From the
+    row's end to its start: the blocks that were read last are those that the L2 cache still holds."""
     offset_V = tl.arange(0, BLOCK_V)
     inverse = 1.0 / s
     log_s = tl.log2(s)
@@ -71,9 +71,9 @@ def write_dlogits(row_ptr, out_ptr, target, V, scale, m, s, entropy, by_logp, by
         col_V = (tl.cdiv(V, BLOCK_V) - 1) * BLOCK_V - back + offset_V
         d_V = (tl.load(row_ptr + col_V, mask=col_V < V, other=LOWEST) - m) * scale
         p_V = tl.exp2(d_V) * inverse
-        dx_V = by_logp * (tl.where(col_V == target, 1.0, 0.0) - p_V) + by_lse * p_V
-        if ENTROPY:
-            dx_V -= by_entropy * p_V * ((d_V - log_s) * LN2 + entropy)
+        dx_V = by_logp * (tl.where(col_V == target, 1.0, 0.0) - p_V)
+        if ALL:
+            dx_V += p_V * (by_lse - by_entropy * ((d_V - log_s) * LN2 + entropy))
         tl.store(out_ptr + col_V, dx_V.to(out_ptr.dtype.element_ty), mask=col_V < V)
 
 
@@ -84,38 +84,38 @@ def row_block(V: int) -> tuple[int, int]:
 
 
 def safe_power(by: Tensor) -> Tensor:
-    """A power of two that brings the largest of these factors near 1, where fp16 gradients of logits do not underflow."""
-    return torch.exp2(-by.abs().max().log2().floor().clamp(-100, 100)) if by.numel() else by.new_ones(())
+    """A power of two, fp32 [1], that brings the largest of these factors near 1, where fp16 gradients of logits do not
+    underflow. Not a scalar: torch would turn one into fp16 where it meets fp16."""
+    return torch.exp2(-by.abs().max().log2().floor().clamp(-100, 100)).view(1) if by.numel() else by.new_ones(1)
 
 
 def through_logits(hidden_ND: Tensor, weight_VD: Tensor, dlogits: Callable[[Tensor, Tensor, slice], None],
                    d_hidden: bool, d_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden (its dtype) and weight (fp32), chunk by chunk. `dlogits(logits_NV, out_NV, rows)` fills out_NV for
-    these rows; for fp32 it is logits_NV itself. Whoever calls scales the results."""
+    """Gradients of hidden and weight in fp32, chunk by chunk. `dlogits(logits_NV, out_NV, rows)` fills out_NV for these rows;
+    for fp32 it is logits_NV itself. Whoever calls scales the results, and rounds them once."""
     (N, D), V, half = hidden_ND.shape, weight_VD.shape[0], hidden_ND.dtype != torch.float32
     step = max(1, CHUNK_BYTES // (4 * V))
     step -= step % 128 if step > 128 else 0
-    d_hidden_ND = torch.empty_like(hidden_ND) if d_hidden else None
-    d_weight_VD = torch.zeros(V, D, dtype=torch.float32, device=hidden_ND.device) if d_weight and not N else None
+    d_hidden_ND = hidden_ND.new_empty(N, D, dtype=torch.float32) if d_hidden else None
+    d_weight_VD = weight_VD.new_zeros(V, D, dtype=torch.float32) if d_weight and not N else None
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
         logits_NV = product(hidden_ND[rows], weight_VD.T)
         out_NV = torch.empty_like(logits_NV, dtype=hidden_ND.dtype) if half else logits_NV
         dlogits(logits_NV, out_NV, rows)
         if d_hidden:
-            torch.mm(out_NV, weight_VD, out=d_hidden_ND[rows])
-        if d_weight:
-            d_weight_VD = product(out_NV.T, hidden_ND[rows], d_weight_VD)
+            product(out_NV, weight_VD, out=d_hidden_ND[rows])
+        if d_weight:  # the first chunk's product is the sum so far: no filling with zeros
+            d_weight_VD = product(out_NV.T, hidden_ND[rows], d_weight_VD, d_weight_VD)
     return d_hidden_ND, d_weight_VD
 
 
-def product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
-    """total + a @ b with fp32 sums and an fp32 result; added in place."""
-    if a.dtype != torch.float32 and a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32) if total is None else \
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    a, b = a.float(), b.float()
-    return a @ b if total is None else total.addmm_(a, b)
+def product(a: Tensor, b: Tensor, total: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """total + a @ b with fp32 sums and an fp32 result, written to out (which may be total)."""
+    dtype = {"out_dtype": torch.float32} if a.dtype != torch.float32 and a.is_cuda else {}
+    if not dtype:
+        a, b = a.float(), b.float()
+    return torch.mm(a, b, **dtype, out=out) if total is None else torch.addmm(total, a, b, **dtype, out=out)
 
 
 def aligned(*places: int) -> dict:
