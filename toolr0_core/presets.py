@@ -34,7 +34,7 @@ def nano() -> Config:
     return Config(
         preset="nano",
         generator=PhaseConfig(steps=24, completions=96, lr=1.2e-3, max_new_tokens=200),
-        solver=PhaseConfig(steps=40, completions=64, lr=8e-4, max_new_tokens=96),
+        solver=PhaseConfig(steps=40, completions=64, lr=5e-4, max_new_tokens=96),
         grpo=GrpoConfig(group_size=8, beta=0.04, schedule="linear", warmup=3, micro_batch_tokens=8192),
         sampler=SamplerConfig(max_new_tokens=200, max_sequences=512, stop_at_answer=True),
         curriculum=CurriculumConfig(candidates=512, again=0.75, keep=256, min_question=8, min_description=0, require_spec=True),

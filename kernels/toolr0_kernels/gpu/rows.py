@@ -40,7 +40,7 @@ def merge_sums(m, s, t, x, scale, axis: tl.constexpr, ENTROPY: tl.constexpr):
     p = tl.exp2(d * scale)
     shrink = tl.exp2((m - m_new) * scale)
     if ENTROPY:
-        t = shrink * (t + (m - m_new) * s) + tl.sum(p * d, axis)
+        t = shrink * (t + (m - m_new) * s) + tl.sum(p * tl.maximum(d, LOWEST), axis)  # 0 times -inf is NaN
     s = shrink * s + tl.sum(p, axis)
     return m_new, s, t
 
