@@ -119,7 +119,8 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
     """
     checks.sample(logits_SV, seed_S, position_S, temperature_S, top_k_S, top_p_S)
     which = choose("sample", impl, logits_SV)
-    return _module(which, "sample").sample(logits_SV.contiguous(), seed_S, position_S, temperature_S, top_k_S, top_p_S)
+    rows = [x if x is None else x.contiguous() for x in (seed_S, position_S, temperature_S, top_k_S, top_p_S)]
+    return _module(which, "sample").sample(logits_SV.contiguous(), *rows)
 
 
 def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor,
@@ -128,7 +129,8 @@ def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position
     checks.head(hidden_SD, weight_VD, seed_S, 1.0)
     checks.sample(hidden_SD, seed_S, position_S, temperature_S, None, None)
     which = choose("linear_sample", impl, hidden_SD)
-    return _module(which, "sample").linear_sample(hidden_SD, weight_VD, seed_S, position_S, temperature_S)
+    inputs = [x.contiguous() for x in (hidden_SD, weight_VD, seed_S, position_S, temperature_S)]
+    return _module(which, "sample").linear_sample(*inputs)
 
 
 def choose(kernel: str, impl: str, x: Tensor) -> str:

@@ -1,10 +1,11 @@
-"""sample's Triton kernels against toolr0_core.draw (same seed and position: the same token) and exact probabilities."""
+"""sample's Triton kernels against the reference (same seed and position: the same token) and exact probabilities."""
 
 import pytest
 import torch
+from toolr0_kernels import reference
 from toolr0_kernels.gpu import sample as gpu
+from toolr0_kernels.reference import truncate
 
-from toolr0_core.draw import Settings, draw, truncate
 from toolr0_core.rng import uniform
 
 
@@ -28,14 +29,11 @@ def exact(logits, temperature, top_k=None, top_p=None):
 
 
 def check(drawn, logits, keys, truncation=(), atol=2e-6):
-    """Tokens of draw.draw, but where u is within rounding of the boundary between two; log-prob, entropy. Returns the misses."""
+    """Tokens of the reference, but where u is within rounding of the boundary between two; log-prob, entropy. Returns the misses."""
     seed, position, temperature = keys
     token, logp, entropy = drawn
     assert token.dtype == torch.int64 and logp.dtype == entropy.dtype == torch.float32
-    greedy, (top_k, top_p) = temperature == 0, truncation or (torch.zeros_like(seed), torch.ones(len(seed)))
-    settings = Settings(seed, position, position, torch.where(greedy, 1.0, temperature), greedy,
-                        torch.where(greedy, 0, top_k), torch.where(greedy, 1.0, top_p), True, bool(truncation))
-    expected, _ = draw(logits, settings)
+    expected, *_ = reference.sample(logits, *keys, *truncation)
     wanted = exact(logits, temperature, *truncation)
     misses = 0
     for row in (token != expected).nonzero()[:, 0].tolist():
@@ -49,7 +47,7 @@ def check(drawn, logits, keys, truncation=(), atol=2e-6):
 
 @pytest.mark.parametrize(("v", "tile"), [(1, 16), (97, 16), (4999, 4096)])
 @pytest.mark.parametrize("truncated", [False, True])
-def test_the_token_is_that_of_draw(v, tile, truncated, monkeypatch):
+def test_the_token_is_that_of_the_reference(v, tile, truncated, monkeypatch):
     monkeypatch.setattr(gpu, "LOGITS_TILE", tile)
     logits, keys, truncation = inputs(24, v)
     assert check(gpu.sample(logits, *keys, *(truncation if truncated else ())), logits, keys, truncation * truncated) <= 1

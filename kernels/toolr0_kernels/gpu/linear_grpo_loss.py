@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from toolr0_kernels.gpu.linear_logprob import score
-from toolr0_kernels.gpu.rows import LN2, LOG2E, aligned, row_block, row_sums, safe_power, through_logits, write_dlogits
-from toolr0_kernels.gpu.variants import Variant
+from toolr0_kernels.gpu.rows import LN2, LOG2E, TWICE, row_block, row_sums, safe_power, through_logits, write_dlogits
+from toolr0_kernels.gpu.variants import Variant, aligned
 
 GIVEN = ("weight", "advantage", "is_weight", "low", "high", "old_logp", "ref_logp")  # columns of given_KN
 RESULTS = ("loss", "ratio", "clipped_low", "clipped_high", "logp", "entropy", "kl")  # columns of results_KN
@@ -181,6 +181,7 @@ def _variant(dtype: str, size: int, V: int) -> Variant:
     signature = dict(logits_ptr="*fp32", out_ptr=f"*{dtype}", target_ptr="*i64", given_ptr="*fp32", results_ptr="*fp32",
                      power_ptr="*fp32", N="i32", V="i32", has_old="i32", has_ref="i32", beta="fp32", scale="fp32",
                      BLOCK_V="constexpr")
-    moved = V * (2 * 4 + size) + (len(GIVEN) + len(RESULTS) + 4) * 4  # twice: see rows.py
+    least = V * (4 + size) + (len(GIVEN) + len(RESULTS) + 4) * 4
     return Variant(f"linear_grpo_loss, {dtype}, V={V}", _loss_kernel, signature, dict(BLOCK_V=block_V),
-                   aligned(*range(6), *([7] if V % 16 == 0 else [])), warps, moved=moved, minimum=moved, shape="one row")
+                   aligned(*range(6), *([7] if V % 16 == 0 else [])), warps, moved=least + V * 4, minimum=least,
+                   shape="one row", note=TWICE)

@@ -40,7 +40,7 @@ from toolr0_kernels.gpu.rows import (
     LN2,
     LOG2E,
     LOWEST,
-    aligned,
+    TWICE,
     merge_sums,
     row_block,
     row_sums,
@@ -48,7 +48,7 @@ from toolr0_kernels.gpu.rows import (
     through_logits,
     write_dlogits,
 )
-from toolr0_kernels.gpu.variants import Variant
+from toolr0_kernels.gpu.variants import Variant, aligned
 
 SPLIT = 2048  # columns of the vocabulary per program
 GROUP = 16  # row blocks that share weight tiles
@@ -256,6 +256,7 @@ def _dlogits_variant(dtype: str, size: int, V: int) -> Variant:
     block_V, warps = row_block(V)
     signature = dict(logits_ptr="*fp32", out_ptr=f"*{dtype}", target_ptr="*i64", by_logp_ptr="*fp32", by_entropy_ptr="*fp32",
                      by_lse_ptr="*fp32", V="i32", scale="fp32", BLOCK_V="constexpr")
-    moved = V * (2 * 4 + size) + 5 * 4  # a row is larger than a multiprocessor's memory: it has to be read twice
+    least = V * (4 + size) + 5 * 4
     return Variant(f"linear_logprob backward, {dtype}, V={V}", _dlogits_kernel, signature, dict(BLOCK_V=block_V),
-                   aligned(*range(6), *([6] if V % 16 == 0 else [])), warps, moved=moved, minimum=moved, shape="one row")
+                   aligned(*range(6), *([6] if V % 16 == 0 else [])), warps, moved=least + V * 4, minimum=least,
+                   shape="one row", note=TWICE)

@@ -29,6 +29,7 @@ CHUNK_BYTES = 2 << 30  # fp32 logits that exist at once
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+TWICE = "a row fits no multiprocessor, so it is read twice"
 LOWEST = tl.constexpr(-1e30)  # "no logit": finite, so that 0 * (LOWEST - m) is 0 and not NaN
 
 
@@ -116,8 +117,3 @@ def product(a: Tensor, b: Tensor, total: Tensor | None = None, out: Tensor | Non
     if not dtype:
         a, b = a.float(), b.float()
     return torch.mm(a, b, **dtype, out=out) if total is None else torch.addmm(total, a, b, **dtype, out=out)
-
-
-def aligned(*places: int) -> dict:
-    """The hint that these arguments are divisible by 16."""
-    return {(place,): [["tt.divisibility", 16]] for place in places}

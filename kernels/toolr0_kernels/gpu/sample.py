@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolr0_kernels.gpu.linear_logprob import tile_logits
-from toolr0_kernels.gpu.rows import LN2, LOWEST, aligned
+from toolr0_kernels.gpu.rows import LN2, LOWEST
 from toolr0_kernels.gpu.truncate import (
     SEARCH_BLOCK,
     first_true,
@@ -38,7 +38,7 @@ from toolr0_kernels.gpu.truncate import (
     store_stats,
     truncate_kernel,
 )
-from toolr0_kernels.gpu.variants import Variant
+from toolr0_kernels.gpu.variants import Variant, aligned
 
 LOGITS_TILE = 4096  # columns per tile where logits are in memory
 HIDDEN_TILE = 128  # and where a tile is recomputed

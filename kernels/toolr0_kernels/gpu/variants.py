@@ -26,8 +26,8 @@ WARPS = {80: 64, 90: 64, 100: 64}  # that a multiprocessor can hold
 class Variant:
     """A kernel with all that decides its code. signature: type of each argument, such as "*bf16", "i32" or "constexpr"; attrs:
     hints as triton.compile takes them. moved: bytes that a launch on `shape` loads and stores, counted from the block sizes;
-    minimum: what has to move, every input and output once; None for kernels that compute, or touch next to nothing. targets:
-    the generations that this configuration is chosen on."""
+    minimum: what has to move, every input and output once; None for kernels that compute, or touch next to nothing. note: why
+    it moves more. targets: the generations that this configuration is chosen on."""
 
     name: str
     fn: Any
@@ -39,6 +39,7 @@ class Variant:
     moved: int | None = None
     minimum: int | None = None
     shape: str = ""
+    note: str = ""
     targets: tuple[int, ...] = (80, 90, 100)
 
 
