@@ -53,6 +53,7 @@ setup(
     extras_require={
         "gpu": ["triton", "flash-attn"],
         "track": ["matplotlib==3.11.2"],
-        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "accelerate==1.15.0", "matplotlib==3.11.2"],
+        "dev": ["pytest==9.2.0", "hypothesis==6.170.17", "ruff==0.17.6", "accelerate==1.15.0", "matplotlib==3.11.2",
+                "triton>=3.6; sys_platform == 'linux'"],  # for its interpreter and its compiler, which need no GPU
     },
 )

@@ -156,8 +156,8 @@ def _dlogits_kernel(logits_ptr, out_ptr, target_ptr, by_logp_ptr, by_entropy_ptr
                   tl.load(by_logp_ptr + row), tl.load(by_entropy_ptr + row), tl.load(by_lse_ptr + row), True, BLOCK_V)
 
 
-def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0, entropy: bool = False,
-                   lse: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
+def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
+                   entropy: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
     """log-prob, entropy (None unless asked for) and log-sum-exp, fp32 [N]; differentiable in hidden and weight."""
     return _LinearLogprob.apply(hidden_ND, weight_VD, target_N, temperature, entropy)
 
