@@ -1,6 +1,6 @@
 """How the next tokens are drawn: temperature, top-k, top-p, and one counter-based uniform a token.
 
-Shape suffixes: S running sequences (rows), V vocabulary.
+Shape suffixes: S running sequences (rows), D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from toolr0_kernels import sample
+from toolr0_kernels import linear_sample, sample
 from torch import Tensor
 
+from toolr0_core.kv_cache import matmul_fp32
 from toolr0_core.rng import fold
 
 
@@ -64,5 +65,16 @@ class Settings:
 
 def draw(logits_SV: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
     """The next token of every row and its log-prob; inverse CDF with one counter-based uniform each."""
-    token_S, logp_S, _ = sample(logits_SV, s.seed_S, s.drawn_S, s.temperature_S, s.top_k_S, s.top_p_S)
-    return token_S, logp_S
+    return sample(logits_SV, s.seed_S, s.drawn_S, s.temperature_S, s.top_k_S, s.top_p_S)[:2]
+
+
+def draw_from_hidden(hidden_SD: Tensor, weight_VD: Tensor, s: Settings) -> tuple[Tensor, Tensor]:
+    """The same of final hidden states and the head's matrix, on a GPU without logits in memory where no row truncates."""
+    if s.top_k_S is not None:
+        return draw(head(hidden_SD, weight_VD), s)
+    return linear_sample(hidden_SD, weight_VD, s.seed_S, s.drawn_S, s.temperature_S)[:2]
+
+
+def head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits [S, V] in fp32: rounded to bf16 they would cost up to 0.02 nats a token."""
+    return matmul_fp32(hidden_SD, weight_VD.T)

@@ -13,12 +13,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from toolr0_core.draw import SamplingParams, Settings, draw
-from toolr0_core.kv_cache import KVCache, bytes_per_token, matmul_fp32
+from toolr0_core.draw import SamplingParams, Settings, draw, draw_from_hidden, head
+from toolr0_core.kv_cache import KVCache, bytes_per_token
 from toolr0_core.model import Model
 from toolr0_core.rng import fold
 from toolr0_core.schema import Completion
@@ -159,9 +160,9 @@ class _Run:
                 token_S = self._reform(token_S)
                 continue
             positions_S = self.settings.prompt_S + self.settings.drawn_S - 1
-            logits_SV = self.model(token_S, positions_S, self.cache.decode, _head)
+            drawn = self.model(token_S, positions_S, self.cache.decode, partial(draw_from_hidden, s=self.settings))
             self.cache.advance()
-            token_S = self._take(self.rows, *draw(logits_SV, self.settings))
+            token_S = self._take(self.rows, *drawn)
             self.settings.drawn_S += 1
         return self.results
 
@@ -212,7 +213,7 @@ class _Run:
             positions_N = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
             last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
             logits.append(self.model(ids_N, positions_N, self.cache.prefill(first, lengths),
-                                     lambda hidden_ND, weight_VD, last=last: _head(hidden_ND[last], weight_VD)))
+                                     lambda hidden_ND, weight_VD, last=last: head(hidden_ND[last], weight_VD)))
             first += len(chunk)
         return torch.cat(logits).repeat_interleave(torch.tensor([r.params.n for r in admitted], device=self.device), 0)
 
@@ -270,11 +271,6 @@ class _Run:
 def _room(columns: int) -> int:
     """By how many columns the cache grows: few, since all are read, yet in proportion, since growing copies it."""
     return max(16, columns // 4)
-
-
-def _head(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits [S, V] in fp32: rounded to bf16 they would cost up to 0.02 nats a token."""
-    return matmul_fp32(hidden_SD, weight_VD.T)
 
 
 def _chunks(requests: list[_Request]) -> Iterable[list[_Request]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from toolr0_kernels import checks, cpp, reference
 
 IMPLEMENTATIONS = ("auto", "triton", "cpp", "torch")
-IN_CPP = ("linear_logprob", "linear_grpo_loss", "sample", "decode_attention")
+IN_CPP = ("linear_logprob", "linear_grpo_loss", "sample", "linear_sample", "decode_attention")
 
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
