@@ -45,13 +45,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one variant takes on one target. occupancy: the share of warps that a multiprocessor can hold of it."""
+    """What one variant takes on one target. occupancy: the share of warps that a multiprocessor can hold of it; wide: whether
+    it multiplies 64-bit integers, as every kernel that indexes rows times vocabulary has to."""
 
     registers: int
     shared: int
     stack: int
     fp64: int
     occupancy: float
+    wide: bool
 
 
 def all_variants() -> list[Variant]:
@@ -84,7 +86,8 @@ def compiled(variant: Variant, target: int) -> Compiled:
     registers = -(-usage["REG"] // 8) * 8  # they are given out in eights
     fit = min(REGISTERS // (registers * threads), SHARED[target] // max(shared, 1), WARPS[target] // variant.num_warps)
     return Compiled(usage["REG"], shared, usage["STACK"] + usage["LOCAL"], kernel.asm["ptx"].count(".f64"),
-                    fit * variant.num_warps / WARPS[target])
+                    fit * variant.num_warps / WARPS[target],
+                    re.search(r"arith\.muli [^\n]*i64", kernel.asm["ttir"]) is not None)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
