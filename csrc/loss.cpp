@@ -13,10 +13,14 @@ namespace {
 
 constexpr int64_t kRowsPerThread = 1;
 
-// What a token's loss and its derivative need; optional inputs are null.
-struct Policy {
-  const float *advantage, *weight, *old_logp, *ref_logp, *importance, *low, *high;
+// The rows of `given` (kernels/toolr0_kernels/chunked.py, GIVEN), each `stride` floats after the one before.
+struct Given {
+  const float* at;
+  int64_t stride;
+  bool has_old, has_ref;
   float beta;
+  float weight(int64_t i) const { return at[i]; }
+  float operator()(int64_t k, int64_t i) const { return at[k * stride + i]; }
 };
 
 struct TokenLoss {
@@ -24,28 +28,24 @@ struct TokenLoss {
 };
 
 // -min(ratio A, clip(ratio) A) w + beta (e^d - d - 1), d = ref - logp clamped to +-20 (toolr0_core/grpo.py, token_loss).
-TokenLoss token_loss(const Policy& p, int64_t i, float logp) {
+TokenLoss token_loss(const Given& given, int64_t i, float logp) {
   TokenLoss out{};
-  const float a = p.advantage[i], low = 1.0f - p.low[i], high = 1.0f + p.high[i];
-  const float w = p.importance ? p.importance[i] : 1.0f;
-  out.ratio = p.old_logp ? std::exp(logp - p.old_logp[i]) : 1.0f;
+  const float a = given(1, i), w = given(2, i), low = given(3, i), high = given(4, i);
+  out.ratio = given.has_old ? std::exp(logp - given(5, i)) : 1.0f;
   const float clipped = std::min(std::max(out.ratio, low), high);
   const bool inside = out.ratio * a < clipped * a || clipped == out.ratio;
   out.loss = -std::min(out.ratio * a, clipped * a) * w;
   out.slope = inside ? -a * out.ratio * w : 0.0f;
   out.clipped_low = out.ratio < low && a < 0.0f;
   out.clipped_high = out.ratio > high && a > 0.0f;
-  if (p.ref_logp) {
-    const float raw = p.ref_logp[i] - logp;
-    const float d = std::min(std::max(raw, -20.0f), 20.0f);
+  if (given.has_ref) {
+    const float raw = given(6, i) - logp, d = std::min(std::max(raw, -20.0f), 20.0f);
     out.kl = std::expm1(d) - d;
-    out.loss += p.beta * out.kl;
-    out.slope += std::fabs(raw) <= 20.0f ? -p.beta * std::expm1(d) : 0.0f;
+    out.loss += given.beta * out.kl;
+    out.slope += std::fabs(raw) <= 20.0f ? -given.beta * std::expm1(d) : 0.0f;
   }
   return out;
 }
-
-const float* floats(const std::optional<Tensor>& t) { return t ? t->const_data_ptr<float>() : nullptr; }
 
 }  // namespace
 
@@ -101,45 +101,33 @@ Tensor row_logprob_backward(const Tensor& logits, const Tensor& target, const Te
   return out;
 }
 
-// Loss and statistics of every row [8, N]: loss, ratio, clipped_low, clipped_high, kl, logp, entropy, lse; the logits become
-// the gradient of sum(weight * loss), exact zeros where the weight is 0. With grad false they are only read.
-Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& advantage, const Tensor& weight,
-                      const std::optional<Tensor>& old_logp, const std::optional<Tensor>& ref_logp,
-                      const std::optional<Tensor>& importance, const Tensor& clip_low, const Tensor& clip_high, double beta,
-                      double temperature, bool grad) {
-  const int64_t N = logits.size(0), V = logits.size(1);
-  Tensor stats = new_floats(logits, {8, N});
-  float *x = logits.mutable_data_ptr<float>(), *out = stats.mutable_data_ptr<float>();
+// Results of every row [7, N] (chunked.py, RESULTS); the logits become the gradient of power * sum(weight * loss).
+Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& given, const Tensor& power, bool has_old, bool has_ref,
+                      double beta, double temperature) {
+  const int64_t N = logits.size(0), V = logits.size(1), blocks = (V + kBlock - 1) / kBlock;
+  Tensor results = new_floats(logits, {7, N});
+  float *x = logits.mutable_data_ptr<float>(), *out = results.mutable_data_ptr<float>();
   const int64_t* t = target.const_data_ptr<int64_t>();
-  const Policy policy{advantage.const_data_ptr<float>(), weight.const_data_ptr<float>(), floats(old_logp), floats(ref_logp),
-                      floats(importance), clip_low.const_data_ptr<float>(), clip_high.const_data_ptr<float>(),
-                      static_cast<float>(beta)};
-  const float inverse = static_cast<float>(1.0 / temperature);
-  const int64_t blocks = (V + kBlock - 1) / kBlock;
+  const Given rows{given.const_data_ptr<float>(), given.stride(0), has_old, has_ref, static_cast<float>(beta)};
+  const float inverse = static_cast<float>(1.0 / temperature), factor = *power.const_data_ptr<float>() * inverse;
   parallel_for(0, N, kRowsPerThread, [&](int64_t begin, int64_t end) {
     std::vector<float> tops(blocks);
     for (int64_t i = begin; i < end; ++i) {
       float* row = x + i * V;
       const float x_target = row[t[i]];
-      const bool write = grad && policy.weight[i] != 0.0f;
       Sums sums;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = b * kBlock, n = std::min(kBlock, V - from);
-        const Sums s = write ? block_sums<true>(row + from, n, inverse) : block_sums<false>(row + from, n, inverse);
+        const Sums s = block_sums<true>(row + from, n, inverse);
         tops[b] = s.max;
         sums.merge(s, inverse);
       }
       const float logp = sums.logp(x_target, inverse);
-      const TokenLoss loss = token_loss(policy, i, logp);
-      const float values[] = {loss.loss, loss.ratio, loss.clipped_low, loss.clipped_high, loss.kl, logp,
-                              static_cast<float>(sums.entropy()), static_cast<float>(sums.lse(inverse))};
-      for (int64_t k = 0; k < 8; ++k) out[k * N + i] = values[k];
-      if (!grad) continue;
-      if (!write) {
-        std::fill(row, row + V, 0.0f);
-        continue;
-      }
-      const float g = policy.weight[i] * loss.slope * inverse;  // d / d logit = g (1[target] - p)
+      const TokenLoss loss = token_loss(rows, i, logp);
+      const float values[] = {loss.loss, loss.ratio, loss.clipped_low, loss.clipped_high, logp,
+                              static_cast<float>(sums.entropy()), loss.kl};
+      for (int64_t k = 0; k < 7; ++k) out[k * N + i] = values[k];
+      const float g = rows.weight(i) * loss.slope * factor;  // d / d logit = g (1[target] - p)
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = b * kBlock, n = std::min(kBlock, V - from);
         const float c = static_cast<float>(-g * std::exp((static_cast<double>(tops[b]) - sums.max) * inverse) / sums.mass);
@@ -149,7 +137,7 @@ Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& advanta
       row[t[i]] = -g * std::expm1(std::min(logp, 0.0f));  // 1 - p, exact for a sure model too
     }
   });
-  return stats;
+  return results;
 }
 
 }  // namespace toolr0

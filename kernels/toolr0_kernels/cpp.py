@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolr0_kernels import chunked
-from toolr0_kernels.chunked import LinearLogprob, Rows
+from toolr0_kernels.chunked import LinearLogprob
 
 try:
     import toolr0_kernels._C  # noqa: F401  registers torch.ops.toolr0
@@ -23,16 +23,35 @@ CHUNK_BYTES = 1 << 27  # of logits: each chunk reads the whole head, so fewer an
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
                    entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    return LinearLogprob.apply(hidden_ND, weight_VD, target_N, temperature, _rows())
+    return LinearLogprob.apply(hidden_ND, weight_VD, target_N, temperature, entropy, _score, _dlogits, CHUNK_BYTES)
 
 
 def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *args) -> tuple[Tensor, dict[str, Tensor]]:
-    return chunked.linear_grpo_loss(hidden_ND, weight_VD, target_N, *args, _rows())
+    return chunked.linear_grpo_loss(hidden_ND, weight_VD, target_N, *args, _score, _loss, CHUNK_BYTES)
 
 
-def _rows() -> Rows:
-    ops = torch.ops.toolr0
-    return Rows(CHUNK_BYTES, ops.row_logprob, ops.row_logprob_backward, ops.row_grpo_loss_)
+def _score(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float, _) -> tuple[Tensor, Tensor, Tensor]:
+    """log-prob, entropy and log-sum-exp; the entropy comes for free."""
+    out_3N = torch.empty(3, len(target_N))
+
+    def keep(logits_LV: Tensor, rows: slice) -> Tensor:
+        for column_N, value in zip(out_3N, torch.ops.toolr0.row_logprob(logits_LV, target_N[rows], temperature)):
+            column_N[rows] = value
+        return logits_LV
+
+    chunked.through_logits(hidden_ND, weight_VD, keep, CHUNK_BYTES, False, False)
+    return tuple(out_3N)
+
+
+def _dlogits(logits_LV: Tensor, target_L: Tensor, by_3L: Tensor, temperature: float, _) -> Tensor:
+    """The sums once more, as exact as the logits are: a rounded log-sum-exp would blur 1 - p of a sure model."""
+    _, entropy_L, lse_L = torch.ops.toolr0.row_logprob(logits_LV, target_L, temperature)
+    return torch.ops.toolr0.row_logprob_backward(logits_LV, target_L, lse_L, entropy_L, *by_3L, temperature)
+
+
+def _loss(logits_LV: Tensor, target_L: Tensor, given_KL: Tensor, results_KL: Tensor, power: Tensor, _, *options) -> Tensor:
+    results_KL.copy_(torch.ops.toolr0.row_grpo_loss_(logits_LV, target_L, given_KL, power, *options))
+    return logits_LV
 
 
 def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor, top_k_S: Tensor | None = None,
@@ -65,7 +84,7 @@ def _register() -> None:
 
     @ops.register_fake("toolr0::row_grpo_loss_")
     def _(logits, *args):
-        return logits.new_empty(8, logits.shape[0])
+        return logits.new_empty(7, logits.shape[0])
 
     @ops.register_fake("toolr0::sample")
     def _(logits, *args):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from toolr0_kernels import reference
+from toolr0_kernels import chunked, reference
 from toolr0_kernels.gpu import linear_grpo_loss as gpu
 from toolr0_kernels.gpu import rows
 
@@ -105,8 +105,8 @@ def test_rows_of_weight_0_are_dropped_exactly(monkeypatch):
     with torch.no_grad():
         hidden[5] = math.nan
     multiplied = []
-    inner = rows.product
-    monkeypatch.setattr(rows, "product", lambda a, b, *rest, **kw: (multiplied.append(tuple(a.shape)), inner(a, b, *rest, **kw))[1])
+    inner = chunked.product
+    monkeypatch.setattr(chunked, "product", lambda a, b, *rest, **kw: (multiplied.append(tuple(a.shape)), inner(a, b, *rest, **kw))[1])
     loss, stats, d_hidden, d_weight = gradients(gpu.linear_grpo_loss, hidden, weight, kw)
     live = kw["weight_N"] > 0
     kept = {k: v[live] if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
@@ -127,7 +127,7 @@ def test_all_rows_masked_or_none_there_is_loss_0_and_gradient_0(n):
 def test_without_gradients_the_same_numbers_and_no_logits(monkeypatch):
     hidden, weight, kw = inputs()
     loss, stats = gpu.linear_grpo_loss(hidden, weight, **kw)
-    monkeypatch.setattr(gpu, "_with_gradient", None)
+    monkeypatch.setattr(chunked, "through_logits", None)
     with torch.no_grad():
         again, same = gpu.linear_grpo_loss(hidden, weight, **kw)
     assert again.item() == pytest.approx(loss.item(), rel=1e-5) and not again.requires_grad and set(same) == set(stats)

@@ -21,7 +21,7 @@ they get their statistics from the fused scoring kernel and take no part in the 
 In fp16, dlogits are held at a scale where the largest weight is near 1 (token weights are about 1e-5, and fp16 ends at 6e-8);
 a slope beyond 65504, which takes ref - logp > 11, is infinite there and so are the gradients. bf16 has no such bounds.
 
-Shape suffixes: N rows, L rows of weight other than 0, D hidden, V vocabulary; K the columns of GIVEN or RESULTS.
+Shape suffixes: N rows, L rows of weight other than 0, D hidden, V vocabulary, K the rows of GIVEN or RESULTS.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from toolr0_kernels import chunked
+from toolr0_kernels.chunked import GIVEN, RESULTS
+from toolr0_kernels.gpu import rows
 from toolr0_kernels.gpu.linear_logprob import score
-from toolr0_kernels.gpu.rows import LN2, LOG2E, TWICE, row_block, row_sums, safe_power, through_logits, write_dlogits
+from toolr0_kernels.gpu.rows import LN2, LOG2E, TWICE, gradient_of, row_block, row_sums, write_dlogits
 from toolr0_kernels.gpu.variants import Variant, aligned
 
-GIVEN = ("weight", "advantage", "is_weight", "low", "high", "old_logp", "ref_logp")  # columns of given_KN
-RESULTS = ("loss", "ratio", "clipped_low", "clipped_high", "logp", "entropy", "kl")  # columns of results_KN
 ALL_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -87,89 +87,18 @@ def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, adv
                      beta: float = 0.0, clip_low: float | Tensor = 0.2, clip_high: float | Tensor = 0.2,
                      temperature: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
     """The scalar sum(weight * token loss), differentiable in hidden and weight, and the statistics of every row."""
-    columns = (weight_N, advantage_N, 1.0 if is_weight_N is None else is_weight_N, 1 - clip_low, 1 + clip_high,
-               0.0 if old_logp_N is None else old_logp_N, 0.0 if ref_logp_N is None else ref_logp_N)
-    given_KN = torch.empty(len(GIVEN), len(target_N), dtype=torch.float32, device=hidden_ND.device)
-    for column_N, value in zip(given_KN, columns):
-        column_N.copy_(value.detach()) if isinstance(value, Tensor) else column_N.fill_(value)
-    options = (old_logp_N is not None, ref_logp_N is not None, float(beta), temperature)
-    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        loss, results_KN = _LinearGrpoLoss.apply(hidden_ND, weight_VD, target_N, given_KN, *options)
-    else:
-        results_KN = _without_gradient(hidden_ND.detach(), weight_VD.detach(), target_N, given_KN, *options)
-        loss = _total(results_KN, given_KN)
-    results = dict(zip(RESULTS, results_KN))
-    return loss, {name: results[name] for name in RESULTS[1:] if name != "kl" or ref_logp_N is not None}
+    return chunked.linear_grpo_loss(hidden_ND, weight_VD, target_N, advantage_N, weight_N, old_logp_N, ref_logp_N, is_weight_N,
+                                    beta, clip_low, clip_high, temperature, score, loss, rows.CHUNK_BYTES)
 
 
-class _LinearGrpoLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, target_N, given_KN, has_old, has_ref, beta, temperature):
-        options, N = (has_old, has_ref, beta, temperature), len(target_N)
-        live_N = given_KN[0] != 0
-        live_L, idle = live_N.nonzero()[:, 0], (~live_N).nonzero()[:, 0]  # the one look of the host: how many
-        whole = len(live_L) == N
-        rows = (hidden_ND, target_N, given_KN) if whole else \
-            (hidden_ND[live_L], target_N[live_L], given_KN.index_select(1, live_L))
-        results_KL, d_hidden_LD, d_weight_VD, power = _with_gradient(*rows, weight_VD, *options, *ctx.needs_input_grad[:2])
-        results_KN = results_KL
-        if not whole:
-            results_KN = results_KL.new_empty(len(RESULTS), N)
-            results_KN[:, live_L] = results_KL
-            results_KN[:, idle] = _without_gradient(hidden_ND[idle], weight_VD, target_N[idle], given_KN[:, idle], *options)
-        ctx.save_for_backward(d_hidden_LD, d_weight_VD, power, None if whole else live_L)
-        ctx.like = hidden_ND.shape, hidden_ND.dtype, weight_VD.dtype
-        ctx.mark_non_differentiable(results_KN)
-        return _total(results_KL, rows[2]), results_KN
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream, _):
-        d_hidden_LD, d_weight_VD, power, live_L = ctx.saved_tensors
-        shape, dtype, weight_dtype = ctx.like
-        factor = upstream.float().view(1) / power  # never read by the host; [1], see safe_power
-        d_hidden_ND = d_weight = None
-        if d_hidden_LD is not None:
-            d_hidden_LD = torch.mul(d_hidden_LD, factor, out=torch.empty_like(d_hidden_LD, dtype=dtype))
-            d_hidden_ND = d_hidden_LD if live_L is None else d_hidden_LD.new_zeros(shape).index_copy_(0, live_L, d_hidden_LD)
-        if d_weight_VD is not None:
-            d_weight = torch.mul(d_weight_VD, factor, out=torch.empty_like(d_weight_VD, dtype=weight_dtype))
-        return d_hidden_ND, d_weight, None, None, None, None, None, None
-
-
-def _with_gradient(hidden_LD: Tensor, target_L: Tensor, given_KL: Tensor, weight_VD: Tensor, has_old: bool, has_ref: bool,
-                   beta: float, temperature: float, d_hidden: bool, d_weight: bool) -> tuple[Tensor, ...]:
-    """Results and gradients of these rows, the latter times `power`."""
-    power, V = safe_power(given_KL[0]), weight_VD.shape[0]
-    results_KL = torch.empty(len(RESULTS), len(target_L), dtype=torch.float32, device=hidden_LD.device)
+def loss(logits_LV: Tensor, target_L: Tensor, given_KL: Tensor, results_KL: Tensor, power: Tensor, half: torch.dtype,
+         has_old: bool, has_ref: bool, beta: float, temperature: float) -> Tensor:
+    """Fills results; the logits' gradient, times power. given and results are columns of wider tensors."""
+    out_LV, V = gradient_of(logits_LV, half), logits_LV.shape[1]
     block_V, warps = row_block(V)
-
-    def dlogits(logits_LV: Tensor, out_LV: Tensor, rows: slice) -> None:
-        _loss_kernel[(len(logits_LV),)](logits_LV, out_LV, target_L[rows], given_KL[:, rows], results_KL[:, rows], power,
-                                        len(target_L), V, int(has_old), int(has_ref), beta, LOG2E.value / temperature, block_V,
-                                        num_warps=warps)
-
-    d_hidden_LD, d_weight_VD = through_logits(hidden_LD, weight_VD, dlogits, d_hidden, d_weight)
-    return results_KL, d_hidden_LD, d_weight_VD, power
-
-
-def _without_gradient(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, given_KN: Tensor, has_old: bool, has_ref: bool,
-                      beta: float, temperature: float) -> Tensor:
-    """Results of these rows by the scoring kernel, without logits in memory."""
-    from toolr0_core.grpo import token_loss  # the one definition of the loss; grpo imports this package
-
-    logp_N, entropy_N, _ = score(hidden_ND, weight_VD, target_N, temperature, True)
-    given = dict(zip(GIVEN, given_KN))
-    loss_N, stats = token_loss(logp_N, given["old_logp"] if has_old else None, given["advantage"],
-                               given["ref_logp"] if has_ref else None, beta, 1 - given["low"], given["high"] - 1,
-                               given["is_weight"])
-    results = {"loss": loss_N, "logp": logp_N, "entropy": entropy_N, "kl": torch.zeros_like(logp_N), **stats}
-    return torch.stack([results[name] for name in RESULTS])
-
-
-def _total(results_KN: Tensor, given_KN: Tensor) -> Tensor:
-    weight_N = given_KN[0]
-    return torch.where(weight_N != 0, weight_N * results_KN[0], 0.0).sum()
+    _loss_kernel[(len(logits_LV),)](logits_LV, out_LV, target_L, given_KL, results_KL, power, given_KL.stride(0), V,
+                                    int(has_old), int(has_ref), beta, LOG2E.value / temperature, block_V, num_warps=warps)
+    return out_LV
 
 
 def variants() -> list[Variant]:

@@ -20,7 +20,7 @@ D = 1536) stays in the L2 cache, and the weight is read from memory once per gro
 9.7 ms of tensor-core time. Tiles of 128 x 256 x 64 load 384 values a column of D for 32768 products: the largest that
 accumulators leave room for (128 registers a thread with 8 warps), and less L2 traffic than two of 128 x 128.
 
-Backward (rows.py). Rows in chunks sized by bytes: logits of the chunk once more by cuBLAS, one kernel that turns a row's
+Backward (chunked.py). Rows in chunks sized by bytes: logits of the chunk once more by cuBLAS, one kernel that turns a row's
 logits into their gradient, two matrix products. The kernel sums the row again rather than use the forward's lse: 1 - p of a
 sure model would be the difference of two roundings otherwise.
 
@@ -33,19 +33,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from toolr0_kernels.chunked import LinearLogprob
+from toolr0_kernels.gpu import rows
 from toolr0_kernels.gpu.rows import (
     INTERPRETED,
     LN2,
     LOG2E,
     LOWEST,
     TWICE,
+    gradient_of,
     merge_sums,
     row_block,
     row_sums,
-    safe_power,
-    through_logits,
     write_dlogits,
 )
 from toolr0_kernels.gpu.variants import Variant, aligned
@@ -159,39 +159,16 @@ def _dlogits_kernel(logits_ptr, out_ptr, target_ptr, by_logp_ptr, by_entropy_ptr
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
                    entropy: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
     """log-prob, entropy (None unless asked for) and log-sum-exp, fp32 [N]; differentiable in hidden and weight."""
-    return _LinearLogprob.apply(hidden_ND, weight_VD, target_N, temperature, entropy)
+    return LinearLogprob.apply(hidden_ND, weight_VD, target_N, temperature, entropy, score, dlogits, rows.CHUNK_BYTES)
 
 
-class _LinearLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, target_N, temperature, entropy):
-        ctx.save_for_backward(hidden_ND, weight_VD, target_N)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        return score(hidden_ND, weight_VD, target_N, temperature, entropy)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, by_logp_N, by_entropy_N, by_lse_N):
-        hidden_ND, weight_VD, target_N = ctx.saved_tensors
-        by_3N = torch.stack([torch.zeros_like(target_N, dtype=torch.float32) if by_N is None else by_N.float()
-                             for by_N in (by_logp_N, by_entropy_N, by_lse_N)])
-        live_L = (by_3N != 0).any(0).nonzero()[:, 0]
-        power = safe_power(by_3N)
-        by_3L = by_3N[:, live_L] * (power / ctx.temperature)
-        target_L = target_N[live_L]
-
-        def dlogits(logits_LV, out_LV, rows):
-            block_V, warps = row_block(weight_VD.shape[0])
-            _dlogits_kernel[(len(logits_LV),)](logits_LV, out_LV, target_L[rows], *(by_L[rows] for by_L in by_3L),
-                                               weight_VD.shape[0], LOG2E.value / ctx.temperature, block_V, num_warps=warps)
-
-        d_hidden_LD, d_weight_VD = through_logits(hidden_ND[live_L], weight_VD, dlogits, *ctx.needs_input_grad[:2])
-        if d_hidden_LD is not None:
-            d_hidden_ND = torch.zeros_like(hidden_ND)
-            d_hidden_ND[live_L] = d_hidden_LD.div_(power).to(hidden_ND.dtype)
-        d_weight_VD = None if d_weight_VD is None else torch.div(d_weight_VD, power, out=torch.empty_like(weight_VD))
-        return d_hidden_ND if ctx.needs_input_grad[0] else None, d_weight_VD, None, None, None
+def dlogits(logits_LV: Tensor, target_L: Tensor, by_3L: Tensor, temperature: float, half: torch.dtype) -> Tensor:
+    """The logits' gradient, given those of logp, entropy and lse; in place for fp32."""
+    out_LV, V = gradient_of(logits_LV, half), logits_LV.shape[1]
+    block_V, warps = row_block(V)
+    _dlogits_kernel[(len(logits_LV),)](logits_LV, out_LV, target_L, *(by_3L / temperature), V, LOG2E.value / temperature,
+                                       block_V, num_warps=warps)
+    return out_LV
 
 
 def score(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float,

@@ -1,5 +1,4 @@
-"""What the kernels of the head share: sums over logits that merge, one row's logits into their gradient, and the products
-that follow, over chunks of rows.
+"""What the kernels of the head share: sums over logits that merge, and one row's logits into their gradient.
 
 Formula. For logits x of a row, T the temperature and m = max x: s = sum e^((x - m) / T), t = sum e^((x - m) / T) (x - m). Two
 disjoint sets of logits merge by rescaling to the larger of their maxima. With p = softmax(x / T), d logp[target] / dx =
@@ -18,7 +17,6 @@ Shape suffixes: N rows, D hidden, V vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 import triton
@@ -84,36 +82,6 @@ def row_block(V: int) -> tuple[int, int]:
     return (16384, 32) if V > 4096 else (4096, 8)
 
 
-def safe_power(by: Tensor) -> Tensor:
-    """A power of two, fp32 [1], that brings the largest of these factors near 1, where fp16 gradients of logits do not
-    underflow. Not a scalar: torch would turn one into fp16 where it meets fp16."""
-    return torch.exp2(-by.abs().max().log2().floor().clamp(-100, 100)).view(1) if by.numel() else by.new_ones(1)
-
-
-def through_logits(hidden_ND: Tensor, weight_VD: Tensor, dlogits: Callable[[Tensor, Tensor, slice], None],
-                   d_hidden: bool, d_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden and weight in fp32, chunk by chunk. `dlogits(logits_NV, out_NV, rows)` fills out_NV for these rows;
-    for fp32 it is logits_NV itself. Whoever calls scales the results, and rounds them once."""
-    (N, D), V, half = hidden_ND.shape, weight_VD.shape[0], hidden_ND.dtype != torch.float32
-    step = max(1, CHUNK_BYTES // (4 * V))
-    step -= step % 128 if step > 128 else 0
-    d_hidden_ND = hidden_ND.new_empty(N, D, dtype=torch.float32) if d_hidden else None
-    d_weight_VD = weight_VD.new_zeros(V, D, dtype=torch.float32) if d_weight and not N else None
-    for start in range(0, N, step):
-        rows = slice(start, min(start + step, N))
-        logits_NV = product(hidden_ND[rows], weight_VD.T)
-        out_NV = torch.empty_like(logits_NV, dtype=hidden_ND.dtype) if half else logits_NV
-        dlogits(logits_NV, out_NV, rows)
-        if d_hidden:
-            product(out_NV, weight_VD, out=d_hidden_ND[rows])
-        if d_weight:  # the first chunk's product is the sum so far: no filling with zeros
-            d_weight_VD = product(out_NV.T, hidden_ND[rows], d_weight_VD, d_weight_VD)
-    return d_hidden_ND, d_weight_VD
-
-
-def product(a: Tensor, b: Tensor, total: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """total + a @ b with fp32 sums and an fp32 result, written to out (which may be total)."""
-    dtype = {"out_dtype": torch.float32} if a.dtype != torch.float32 and a.is_cuda else {}
-    if not dtype:
-        a, b = a.float(), b.float()
-    return torch.mm(a, b, **dtype, out=out) if total is None else torch.addmm(total, a, b, **dtype, out=out)
+def gradient_of(logits_LV: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the logits' gradient goes: over them, or in half precision, as the products that follow take it."""
+    return logits_LV if dtype == torch.float32 else torch.empty_like(logits_LV, dtype=dtype)
