@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
+import measure
+from measure import entry
 from rich.console import Console
 from rich.table import Table
 
@@ -72,16 +71,6 @@ def asked() -> dict[str, float]:
 def rows_of(out: Path) -> list[list[dict]]:
     files = sorted((out / "evaluations").glob("iteration_*.jsonl"), key=lambda p: int(p.stem.split("_")[1]))
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-
-
-def entry(name: str, value: float, unit: str, baseline: float | None = None, target: str | None = None) -> dict:
-    """One row of the JSON; `met` compares value with the target."""
-    met = None
-    if target:
-        sign, bound = target.split()
-        met = value >= float(bound) if sign == ">=" else value <= float(bound)
-    return {"name": name, "value": value, "unit": unit, "baseline": baseline,
-            "ratio": value / baseline if baseline else None, "target": target, "met": met}
 
 
 def results(out: Path, name: str, full: bool) -> list[dict]:
@@ -182,10 +171,9 @@ def main() -> None:
         if row["target"]:
             print(f"{'met   ' if row['met'] else 'MISSED'} {row['name']}: {row['value']:.3f} {row['target']}")
     if args.json:
-        environment = {"commit": commit(), "machine": platform.machine(), "cores": os.cpu_count(), "threads": args.threads,
-                       "jobs": args.jobs, "torch": torch.__version__, "python": platform.python_version(),
-                       "date": time.strftime("%F"), "variants": args.variants, "seeds": args.seeds, "options": extra}
-        args.json.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        environment = {"commit": commit(), **measure.environment("cpu", extra), "threads": args.threads, "jobs": args.jobs,
+                       "variants": args.variants, "seeds": args.seeds}
+        measure.write(args.json, environment, rows)
 
 
 if __name__ == "__main__":

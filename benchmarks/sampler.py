@@ -8,13 +8,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from pathlib import Path
 
+import measure
 import torch
+from measure import entry
 
 try:
     from toolr0_core.model import Model, ModelConfig
@@ -44,7 +44,7 @@ def rate(model: Model, lengths: list[int], rows: int, params: SamplingParams, re
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     args = parser.parse_args()
@@ -56,13 +56,9 @@ def main() -> None:
             *((f"equal, {b} rows", b, [80] * (b // 8), equal, 4000 if b == 256 else None) for b in (64, 256, 512)),
             ("ragged, 1024 samples, 256 rows", 256, torch.randint(40, 110, (128,)).tolist(), ragged, None)):
         value = rate(model, lengths, batch, params)
-        rows.append({"name": name, "value": round(value), "unit": "tok/s", "baseline": None, "ratio": None,
-                     "target": target and f">= {target}", "met": target and value >= target})
+        rows.append(entry(name, round(value), "tok/s", None, target and f">= {target}"))
         print(f"{name:32} {value:8.0f} tok/s" + (f"   target {rows[-1]['target']}" if target else ""), flush=True)
-    if args.json:
-        environment = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
-                       "device": args.device, "threads": args.threads}
-        Path(args.json).write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    measure.write(args.json, measure.environment(args.device, sys.argv[1:]), rows)
 
 
 if __name__ == "__main__":
