@@ -242,6 +242,17 @@ def test_more_rows_than_a_grid_dimension_may_have(impl):
         assert torch.allclose(logp[-1:], linear_logprob(hidden[-1:], weight, target[-1:], impl=impl), atol=1e-6)
 
 
+def test_many_rows_of_a_small_vocabulary_have_the_right_gradient_of_the_head(impl):
+    """8,192 rows and 32 entries (fault 18): every entry's gradient is a sum over all rows."""
+    if impl == "triton":
+        pytest.skip("the interpreter would take minutes")
+    hidden, weight, target = inputs(n=8192, d=16, v=32)
+    linear_logprob(hidden, weight, target, impl=impl).sum().backward()
+    h64, w64, (expected, *_) = plain(hidden, weight, target)
+    expected.sum().backward()
+    assert gap(weight.grad, w64.grad) < 1e-5 and gap(hidden.grad, h64.grad) < 1e-5
+
+
 def test_fp64_is_exact():
     """No implementation but plain torch has fp64, and auto knows."""
     args = [x.detach().double() if x.is_floating_point() else x for x in everything()]

@@ -30,7 +30,11 @@ def paper(name: str) -> Config:
 
 
 def nano() -> Config:
-    """The embedded model: minutes on a laptop CPU."""
+    """The embedded model: minutes on a laptop CPU.
+
+    A falling rate and a KL of 0.04 keep later iterations from wandering: rows go from easy to hard, the hardest have the most
+    wrong labels, and at a constant rate without a reference these had the last word.
+    """
     return Config(
         preset="nano",
         generator=PhaseConfig(steps=24, completions=96, lr=1.2e-3, max_new_tokens=200),
