@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from sysconfig import get_path
 
 import pytest
 import torch
@@ -26,6 +27,15 @@ def test_kernels_compile_without_stack_or_spills(tmp_path, source, arch):
     assert frames and set(frames) == {("0", "0", "0")}, done.stderr
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+def test_the_binding_fits_the_stable_abi_of_torch():
+    torch_headers = Path(torch.__file__).parent / "include"
+    done = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-DUSE_CUDA", "-DPy_LIMITED_API=0x030b0000",
+                           "-DTORCH_TARGET_VERSION=0x020b000000000000", f"-I{torch_headers}", f"-I{get_path('include')}",
+                           CUDA / "ops.cpp"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
     """sample_on_cpu(logits, seed, position, temperature, top_k, top_p): the kernel with blocks of 64 threads."""
@@ -33,8 +43,8 @@ def on_cpu(tmp_path_factory):
         pytest.skip("g++ is not on the PATH")
     path = tmp_path_factory.mktemp("cuda") / "sample.so"
     here = ROOT / "tests" / "cuda_on_cpu"
-    subprocess.run(["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-DTOOLR0_THREADS=64", f"-I{here}",
-                    f"-I{CUDA}", here / "sample.cpp", "-o", path], check=True)
+    subprocess.run(["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-fno-strict-aliasing", "-DTOOLR0_THREADS=64",
+                    "-fsanitize=alignment,bounds,shift", f"-I{here}", f"-I{CUDA}", here / "sample.cpp", "-o", path], check=True)
     library = ctypes.CDLL(str(path))
 
     def call(logits, *rows):
@@ -44,6 +54,12 @@ def on_cpu(tmp_path_factory):
         assert library.sample_on_cpu(*pointers, ctypes.c_int64(S), ctypes.c_int64(V)) == 0
         return out
     return call
+
+
+@pytest.fixture(autouse=True)
+def _no_access_is_misaligned_or_out_of_bounds(capfd):
+    yield
+    assert "runtime error" not in capfd.readouterr().err
 
 
 def rows(n, temperature=1.0, k=None, p=None):
@@ -95,6 +111,13 @@ def test_masked_entries_are_never_drawn_and_greedy_is_the_first_of_the_largest(o
     got = on_cpu(logits, *args)
     check(got, logits, *args)
     assert got[0][4] == 10 and (got[0][:3] % 7 == 3).all()
+
+
+def test_places_outside_of_a_row_are_no_entries_where_its_minus_infinities_fill_a_block(on_cpu):
+    """The fifth best is -inf, one of 64 of a row that ends within a vector."""
+    logits, args = torch.full((4, 67), -torch.inf), rows(4, 1.0, 5)
+    logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
+    check(on_cpu(logits, *args), logits, *args)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

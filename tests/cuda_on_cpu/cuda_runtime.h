@@ -1,8 +1,8 @@
 // The part of CUDA that csrc/cuda/*.cu use, on a CPU: with this folder on g++'s include path they compile as C++ and run.
 //
-// A thread of a block is a fibre; a fibre runs until a barrier or a shuffle, so atomics are plain additions. After each of
-// those the fibres go on in a new random order: where a barrier is missing, some order gives a wrong result. A barrier that not
-// all threads reach ends the program. Shared memory is static: it holds what the block before left there.
+// A thread of a block is a fibre; a fibre runs until a barrier or a shuffle, so atomics are plain additions. The fibres go on in
+// random order, and now and then a warp has to wait: where a barrier is missing, some order gives a wrong result. A barrier
+// that not all threads reach ends the program. Shared memory is static: it holds what the block before left there.
 #pragma once
 
 #include <ucontext.h>
@@ -30,7 +30,7 @@ struct dim3 {
 };
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-struct float4 {
+struct alignas(16) float4 {
   float x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -83,6 +83,7 @@ inline void run_block(unsigned n, std::mt19937& random) {
   lanes.assign(n, 0);
   all = {};
   std::vector<unsigned> order(n);
+  moved = true;
   for (unsigned t = 0; t < n; ++t) {
     order[t] = t;
     fibres[t].done = false;
@@ -92,11 +93,13 @@ inline void run_block(unsigned n, std::mt19937& random) {
     fibres[t].context.uc_link = nullptr;
     makecontext(&fibres[t].context, start, 0);
   }
-  for (moved = true; moved;) {
+  for (bool every = false; moved || !every;) {
+    every = !moved;  // nothing moved: perhaps only because of the warps that had to wait
     moved = false;
     std::shuffle(order.begin(), order.end(), random);
+    const auto resting = every ? 0 : random();
     for (unsigned t : order) {
-      if (fibres[t].done) continue;
+      if (fibres[t].done || (resting >> t / 32 & 1)) continue;
       threadIdx.x = me = t;
       swapcontext(&scheduler, &fibres[t].context);
     }
