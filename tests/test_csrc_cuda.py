@@ -101,6 +101,11 @@ def test_top_p_after_top_k_when_a_search_has_overwritten_the_histogram(on_cpu):
         check(on_cpu(logits, *args), logits, *args)
 
 
+def test_top_p_ends_where_its_mass_is_reached_exactly(on_cpu):
+    token, logp, entropy = on_cpu(torch.zeros(40, 4), *rows(40, 1.0, None, 0.5))
+    assert set(token.tolist()) == {0, 1} and torch.allclose(logp, torch.full((40,), 0.5).log()) and torch.allclose(entropy, -logp)
+
+
 def test_masked_entries_are_never_drawn_and_greedy_is_the_first_of_the_largest(on_cpu):
     logits = torch.randn(12, 211, generator=torch.Generator().manual_seed(1))
     logits[:, torch.arange(211) % 7 != 3] = -torch.inf

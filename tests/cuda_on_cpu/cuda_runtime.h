@@ -93,11 +93,10 @@ inline void run_block(unsigned n, std::mt19937& random) {
     fibres[t].context.uc_link = nullptr;
     makecontext(&fibres[t].context, start, 0);
   }
-  for (bool every = false; moved || !every;) {
-    every = !moved;  // nothing moved: perhaps only because of the warps that had to wait
+  for (auto resting = random(); moved || resting;) {  // bits of warps that wait until the others can go no further
+    resting = !moved ? 0 : resting ? resting : random();
     moved = false;
     std::shuffle(order.begin(), order.end(), random);
-    const auto resting = every ? 0 : random();
     for (unsigned t : order) {
       if (fibres[t].done || (resting >> t / 32 & 1)) continue;
       threadIdx.x = me = t;
