@@ -1,9 +1,12 @@
 """The C++ ops of csrc/ as implementations of the public functions, with what torch.compile and autograd need to know.
 
-They compute in fp32 on the CPU; narrower inputs are widened first. Where they were not built, `problem` says why.
+They compute in fp32 on the CPU; narrower inputs are widened first. Where they were not built, `problem` says why. `cuda_ops`:
+whether sampling has its CUDA kernel (csrc/cuda) here.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 from torch import Tensor
@@ -16,6 +19,12 @@ try:
     problem = None
 except ImportError as error:
     problem = str(error)
+
+cuda_ops = False
+if problem is None:
+    with contextlib.suppress(ImportError):  # left out where torch or nvcc was missing
+        import toolr0_kernels._cuda  # noqa: F401  adds to torch.ops.toolr0
+        cuda_ops = torch._C._dispatch_has_kernel_for_dispatch_key("toolr0::sample", "CUDA")
 
 HEAD_SIZES = (32, 64, 96, 128)  # that csrc/attention.cpp is compiled for
 CHUNK_BYTES = 1 << 27  # of logits: each chunk reads the whole head, so fewer and larger are faster

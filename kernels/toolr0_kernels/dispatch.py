@@ -1,7 +1,8 @@
 """The public functions: arguments are checked, an implementation is chosen, and it runs.
 
-impl "auto" is Triton on NVIDIA GPUs, the C++ ops of csrc/ on CPUs, plain torch anywhere else and for fp64; the variable
-TOOLR0_KERNELS names another one for every "auto". `describe` says in one line what that means here.
+impl "auto" is Triton on NVIDIA GPUs (for top-k and top-p the CUDA op of csrc/cuda, where it was built), the C++ ops of csrc/ on
+CPUs, plain torch anywhere else and for fp64; the variable TOOLR0_KERNELS names another one for every "auto". `describe` says in
+one line what that means here.
 
 Shape suffixes: N rows (tokens), S sequences, D hidden, F feed-forward, V vocabulary, H query heads, K key/value heads, E head
 size, P pages of B tokens, M pages a sequence.
@@ -118,7 +119,7 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
     has log-prob NaN.
     """
     checks.sample(logits_SV, seed_S, position_S, temperature_S, top_k_S, top_p_S)
-    which = choose("sample", impl, logits_SV)
+    which = choose("sample", impl, logits_SV, truncated=top_k_S is not None or top_p_S is not None)
     rows = [x if x is None else x.contiguous() for x in (seed_S, position_S, temperature_S, top_k_S, top_p_S)]
     return _module(which, "sample").sample(logits_SV.contiguous(), *rows)
 
@@ -133,8 +134,9 @@ def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position
     return _module(which, "sample").linear_sample(*inputs)
 
 
-def choose(kernel: str, impl: str, x: Tensor) -> str:
-    """The implementation that runs `kernel` on x: what impl names, or what "auto" means for x."""
+def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
+    """The implementation that runs `kernel` on x: what impl names, or what "auto" means for x. truncated: with top-k or top-p,
+    where the CUDA op comes before Triton."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it has to be one of {', '.join(IMPLEMENTATIONS)}")
     if impl != "auto":
@@ -145,7 +147,7 @@ def choose(kernel: str, impl: str, x: Tensor) -> str:
     wanted = os.environ.get("TOOLR0_KERNELS", "auto")
     if wanted not in IMPLEMENTATIONS:
         raise ValueError(f"TOOLR0_KERNELS is {wanted!r}; it has to be one of {', '.join(IMPLEMENTATIONS)}")
-    order = ("triton", "cpp") if wanted == "auto" else (wanted,)
+    order = (wanted,) if wanted != "auto" else ("cpp", "triton") if truncated and x.is_cuda else ("triton", "cpp")
     return next((name for name in order if name == "torch" or not _missing(kernel, name, x)), "torch")
 
 
@@ -174,6 +176,8 @@ def _missing(kernel: str, impl: str, x: Tensor) -> str | None:
             return "it has no C++ version"
         if kernel == "decode_attention" and (x.dtype != torch.float32 or x.shape[-1] not in cpp.HEAD_SIZES):
             return f"the C++ version is fp32 with head size {cpp.HEAD_SIZES}, not {x.dtype} with head size {x.shape[-1]}"
+        if x.is_cuda and kernel == "sample":
+            return None if cpp.cuda_ops else "the CUDA op was not built; `pip install -e .` with CUDA's torch and nvcc does"
         if x.device.type != "cpu":
             return f"the C++ ops run on the CPU and this tensor is on {x.device}"
         return cpp.problem and f"the C++ ops were not built ({cpp.problem}); `pip install -e .` with a C++ compiler builds them"
