@@ -127,10 +127,11 @@ def variants() -> list[Variant]:
     return [v for dtype in ("bf16", "fp32") for model, shape in models.items() for v in _variants(dtype, model, *shape)]
 
 
-def _variants(dtype: str, model: str, H: int, K: int, E: int) -> list[Variant]:
-    S, length, B, size, G = 256, 1024, 64, 2 if dtype == "bf16" else 4, H // K
+def _variants(dtype: str, model: str, H: int, K: int, E: int, S: int = 256, length: int = 1024, B: int = 64,
+              device: str = "meta") -> list[Variant]:
+    size, G = 2 if dtype == "bf16" else 4, H // K
     tile = TILE[torch.bfloat16 if dtype == "bf16" else torch.float32]
-    splits, _ = split_of(S, K, length, tile, 132)
+    splits, _ = split_of(S, K, length, tile, multiprocessors(device))
     sizes = blocks(G, E)
     signature = {name: f"*{dtype}" for name in ("q_ptr", "k_ptr", "v_ptr")}
     signature |= dict(table_ptr="*i32", length_ptr="*i32", partial_ptr="*fp32", sums_ptr="*fp32", M="i32", scale="fp32",
@@ -138,13 +139,16 @@ def _variants(dtype: str, model: str, H: int, K: int, E: int) -> list[Variant]:
     constants = dict(K=K, G=G, E=E, B=B, **sizes, TILE=tile)
     signature |= dict.fromkeys(constants, "constexpr")
     cache = 2 * S * K * length * E * size
-    small = S * H * E * size + S * (length // B + 1) * 4
+    queries, lookups = S * H * E * size, S * K * (-(-length // tile) * max(1, tile // B) + splits) * 4  # by every key head
     partials = S * H * splits * (E + 2) * 4
     split = Variant(f"decode_attention split, {dtype}, {model}", _split_kernel, signature, constants, aligned(*range(7)), 4,
-                    moved=cache + small + partials, minimum=cache + small + S * H * E * size,
+                    moved=cache + splits * queries + lookups + partials,
+                    minimum=cache + 2 * queries + S * (-(-length // B) + 1) * 4,
                     shape=f"{S} sequences of {length}, {H} and {K} heads of {E}")
     constants = dict(E=E, BLOCK_C=triton.next_power_of_2(splits), BLOCK_E=sizes["BLOCK_E"])
     signature = dict(partial_ptr="*fp32", sums_ptr="*fp32", out_ptr=f"*{dtype}", splits="i32")
     signature |= dict.fromkeys(constants, "constexpr")
     name = f"decode_attention merge, {dtype}, {model}"
-    return [split, Variant(name, _merge_kernel, signature, constants, aligned(0, 1, 2), 1)]
+    moved = partials + queries
+    return [split, Variant(name, _merge_kernel, signature, constants, aligned(0, 1, 2), 1, moved=moved, minimum=moved,
+                           shape=f"{S} sequences, {splits} splits")]

@@ -91,8 +91,8 @@ def variants() -> list[Variant]:
             for back in (False, True)]
 
 
-def _variant(dtype: str, model: str, H: int, K: int, E: int, back: bool) -> Variant:
-    (sizes, warps), N, size = blocks(H, K, E // 2), 16384, 2 if dtype == "bf16" else 4
+def _variant(dtype: str, model: str, H: int, K: int, E: int, back: bool, N: int = 16384) -> Variant:
+    (sizes, warps), size = blocks(H, K, E // 2), 2 if dtype == "bf16" else 4
     names = ("q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "q_out_ptr", "k_out_ptr")
     signature = {name: "*fp32" if name in ("cos_ptr", "sin_ptr") else f"*{dtype}" for name in names}
     signature |= {name: "i32" for name in ("H", "K", "F", "q_token", "q_head", "k_token", "k_head")}

@@ -75,8 +75,8 @@ def variants() -> list[Variant]:
     return [_variant(dtype, F, back) for dtype in ("bf16", "fp32") for F in (4864, 8960) for back in (False, True)]
 
 
-def _variant(dtype: str, F: int, back: bool) -> Variant:
-    N, size = 16384, 2 if dtype == "bf16" else 4
+def _variant(dtype: str, F: int, back: bool, N: int = 16384) -> Variant:
+    size = 2 if dtype == "bf16" else 4
     signature = {name: f"*{dtype}" for name in ("gate_ptr", "up_ptr", "dy_ptr", "out_ptr", "d_up_ptr")}
     signature |= dict(gate_row="i32", up_row="i32", F="i32", per_row="i32", BACK="constexpr", BLOCK="constexpr")
     moved = (5 if back else 3) * N * F * size
