@@ -93,8 +93,8 @@ inline void run_block(unsigned n, std::mt19937& random) {
     fibres[t].context.uc_link = nullptr;
     makecontext(&fibres[t].context, start, 0);
   }
-  for (auto resting = random(); moved || resting;) {  // bits of warps that wait until the others can go no further
-    resting = !moved ? 0 : resting ? resting : random();
+  for (uint64_t resting = 0; moved || resting;) {  // a bit for each warp that waits until the others can go no further
+    resting = !moved ? 0 : resting ? resting : random() & ((1ull << n / 32) - 1);
     moved = false;
     std::shuffle(order.begin(), order.end(), random);
     for (unsigned t : order) {
