@@ -100,7 +100,7 @@ def loss(label: str, shape, dtype, device: str, compare: list[str]) -> Case:
 
     run = {"ours": lambda: backward(fused(hidden, weight, target)), "products": products,
            "eager": lambda: backward(eager_loss(hidden, weight, target))}
-    run |= rivals([c for c in compare if c != "eager"], None, eager_loss, (hidden, weight, target), backward)
+    run |= rivals(compare, None, eager_loss, (hidden, weight, target), backward)
     if device != "cpu":
         run |= {name: f for name, f in libraries(hidden, weight, target, backward).items() if name.split()[0] in compare}
     return Case(f"loss forward + backward, {label}", run, 6 * N * V * D, dtype.itemsize * (3 * N * D + 2 * V * D),
@@ -232,7 +232,7 @@ def rowwise(label: str, shape, dtype, device: str, compare: list[str]) -> list[C
 
 def rivals(compare: list[str], eager: Callable | None, function: Callable, args: tuple, then: Callable = lambda x: x) -> dict:
     run = {}
-    if "eager" in compare and eager:
+    if eager:
         run["eager"] = eager
     if "compile" in compare:
         compiled = torch.compile(function)

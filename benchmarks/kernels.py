@@ -1,7 +1,7 @@
 """How fast are the kernels, against plain torch, torch.compile and other libraries, and against the machine's limits?
 
     python benchmarks/kernels.py [--kernel NAME ...] [--shape NAME|N,D,V ...] [--dtype float32|bfloat16]
-        [--compare eager compile liger cce] [--memory] [--json FILE] [--plot FILE]
+        [--compare compile liger cce] [--memory] [--json FILE] [--plot FILE]
 
 Results are checked before they are timed. Everything is timed in turns, so that other work on the machine hits all alike; a
 ratio is one of medians. On a GPU: CUDA events, with the L2 cache overwritten before each call. --memory adds the growth of peak
@@ -114,14 +114,23 @@ def options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--kernel", nargs="+", default=kernels, choices=kernels)
     parser.add_argument("--shape", nargs="+", type=shape_name, help=f"{', '.join(SHAPES)}, or N,D,V")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    others = ["eager", "compile", "liger", "cce"]
-    parser.add_argument("--compare", nargs="*", default=others, choices=others)
+    others = ["compile", "liger", "cce"]
+    parser.add_argument("--compare", nargs="*", default=others, choices=others, help="beside plain torch; where installed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--memory", action="store_true", help="also the growth of peak memory")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {path.parent}; make it first")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no GPU here; leave it out, or use --device cpu")
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: it has to be 1 or more")
+    return args
 
 
 def main() -> None:
@@ -153,7 +162,7 @@ def main() -> None:
     console.print(table)
     measure.report(rows)
     measure.write(args.json, environment, rows)
-    if args.plot:
+    if args.plot and points:
         plot(points, peaks, args.plot)
 
 

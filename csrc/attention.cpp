@@ -78,10 +78,11 @@ inline float soften(float* row, int64_t n, float& top, float& mass) {
   float highest = top;
   for (int64_t t = 0; t < n; ++t) highest = row[t] > highest ? row[t] : highest;
   const float shift = top == -kInf ? 0.0f : exp_nonpositive(top - highest);
+  const float base = highest == -kInf ? 0.0f : highest;  // nothing but -inf so far: weights of 0, not NaN
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
   for (int64_t t = 0; t < n; ++t) {
-    row[t] = exp_nonpositive(row[t] - highest);
+    row[t] = exp_nonpositive(row[t] - base);
     sum += row[t];
   }
   mass = mass * shift + sum;
@@ -107,7 +108,8 @@ void attend(const float* q, const float* k, const float* v, const int32_t* pages
     for (int64_t e = 0; e < E; ++e) out[g * E + e] /= length ? mass[g] : 1.0f;
 }
 
-using Attend = void (*)(const float*, const float*, const float*, const int32_t*, int64_t, int64_t, const Shape&, float*, float*);
+using Attend = void (*)(const float*, const float*, const float*, const int32_t*, int64_t, int64_t, const Shape&, float*,
+                        float*);
 
 // attend for 1 to kMaxGroup queries of a fixed head size.
 template <int64_t E, size_t... I>
@@ -123,7 +125,10 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   const Shape shape{k_cache.size(1), k_cache.size(2), E, H / k_cache.size(1)};
   STD_TORCH_CHECK(E == 32 || E == 64 || E == 96 || E == 128, "head size has to be 32, 64, 96 or 128");
   constexpr auto groups = std::make_index_sequence<kMaxGroup>{};
-  const auto run = E == 32 ? family<32>(groups) : E == 64 ? family<64>(groups) : E == 96 ? family<96>(groups) : family<128>(groups);
+  const auto run = E == 32   ? family<32>(groups)
+                   : E == 64 ? family<64>(groups)
+                   : E == 96 ? family<96>(groups)
+                             : family<128>(groups);
   Tensor out = new_floats(q, {S, H, E});
   const float *q_ = q.const_data_ptr<float>(), *k = k_cache.const_data_ptr<float>(), *v = v_cache.const_data_ptr<float>();
   const int32_t *pages = table.const_data_ptr<int32_t>(), *lengths = length.const_data_ptr<int32_t>();

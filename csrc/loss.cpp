@@ -33,16 +33,15 @@ TokenLoss token_loss(const Given& given, int64_t i, float logp) {
   const float a = given(1, i), w = given(2, i), low = given(3, i), high = given(4, i);
   out.ratio = given.has_old ? std::exp(logp - given(5, i)) : 1.0f;
   const float clipped = std::min(std::max(out.ratio, low), high);
-  const bool inside = out.ratio * a < clipped * a || clipped == out.ratio;
   out.loss = -std::min(out.ratio * a, clipped * a) * w;
-  out.slope = inside ? -a * out.ratio * w : 0.0f;
   out.clipped_low = out.ratio < low && a < 0.0f;
   out.clipped_high = out.ratio > high && a > 0.0f;
+  out.slope = out.clipped_low != 0.0f || out.clipped_high != 0.0f ? 0.0f : -a * out.ratio * w;  // NaN stays NaN
   if (given.has_ref) {
     const float raw = given(6, i) - logp, d = std::min(std::max(raw, -20.0f), 20.0f);
     out.kl = std::expm1(d) - d;
     out.loss += given.beta * out.kl;
-    out.slope += std::fabs(raw) <= 20.0f ? -given.beta * std::expm1(d) : 0.0f;
+    out.slope += std::fabs(raw) > 20.0f ? 0.0f : -given.beta * std::expm1(d);
   }
   return out;
 }
@@ -59,10 +58,8 @@ std::tuple<Tensor, Tensor, Tensor> row_logprob(const Tensor& logits, const Tenso
   const float inverse = static_cast<float>(1.0 / temperature);
   parallel_for(0, N, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      float* row = const_cast<float*>(x) + i * V;  // block_sums<false> does not write
-      Sums sums;
-      for (int64_t b = 0; b < V; b += kBlock)
-        sums.merge(block_sums<false>(row + b, std::min(kBlock, V - b), inverse), inverse);
+      const float* row = x + i * V;
+      const Sums sums = row_sums(row, V, inverse);
       logp_[i] = sums.logp(row[t[i]], inverse);
       entropy_[i] = static_cast<float>(sums.entropy());
       lse_[i] = static_cast<float>(sums.lse(inverse));
@@ -72,30 +69,34 @@ std::tuple<Tensor, Tensor, Tensor> row_logprob(const Tensor& logits, const Tenso
 }
 
 // d/dx of g_logp logp + g_entropy H + g_lse lse: with p = softmax, g_logp (1[target] - p) + g_lse p - g_entropy p (ln p + H).
-Tensor row_logprob_backward(const Tensor& logits, const Tensor& target, const Tensor& lse, const Tensor& entropy,
-                            const Tensor& grad_logp, const Tensor& grad_entropy, const Tensor& grad_lse, double temperature) {
+// The row is summed once more, since ln p has to be exact next to logits of any size: a log-sum-exp in fp32 would round it.
+Tensor row_logprob_backward(const Tensor& logits, const Tensor& target, const Tensor& grad_logp, const Tensor& grad_entropy,
+                            const Tensor& grad_lse, double temperature) {
   Tensor out = new_floats(logits, {logits.size(0), logits.size(1)});
   const int64_t N = logits.size(0), V = logits.size(1);
   const float* x = logits.const_data_ptr<float>();
   float* out_ = out.mutable_data_ptr<float>();
   const int64_t* t = target.const_data_ptr<int64_t>();
-  const float *lse_ = lse.const_data_ptr<float>(), *h_ = entropy.const_data_ptr<float>(),
-              *gl = grad_logp.const_data_ptr<float>(), *gh = grad_entropy.const_data_ptr<float>(),
+  const float *gl = grad_logp.const_data_ptr<float>(), *gh = grad_entropy.const_data_ptr<float>(),
               *gs = grad_lse.const_data_ptr<float>();
   const float inverse = static_cast<float>(1.0 / temperature);
   parallel_for(0, N, kRowsPerThread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const float *row = x + i * V, l = lse_[i], h = h_[i], a = (gs[i] - gl[i]) * inverse, b = gh[i] * inverse;
+      const float* row = x + i * V;
       float* to = out_ + i * V;
+      const Sums sums = row_sums(row, V, inverse);
+      const float top = sums.max, log_mass = static_cast<float>(std::log(sums.mass)), h = static_cast<float>(sums.entropy());
+      const float a = (gs[i] - gl[i]) * inverse, b = gh[i] * inverse;
 #pragma omp simd
       for (int64_t v = 0; v < V; ++v) {
-        float d = row[v] * inverse - l;  // ln p
+        float d = (row[v] - top) * inverse - log_mass;  // ln p
         d = d > 0.0f ? 0.0f : d;
         const float e = exp_nonpositive(d);
         to[v] = e * (a - b * ((d < kLowest ? kLowest : d) + h));
       }
-      const float d = row[t[i]] * inverse - l, p = exp_nonpositive(d > 0.0f ? 0.0f : d);
-      to[t[i]] = -gl[i] * inverse * std::expm1(std::min(d, 0.0f)) + p * (gs[i] * inverse - b * (d + h));  // 1 - p, no cancelling
+      const float d = std::min((row[t[i]] - top) * inverse - log_mass, 0.0f), p = exp_nonpositive(d);
+      const float entropy_term = b == 0.0f ? 0.0f : b * (std::max(d, kLowest) + h);
+      to[t[i]] = -gl[i] * inverse * std::expm1(d) + p * (gs[i] * inverse - entropy_term);  // 1 - p, no cancelling
     }
   });
   return out;

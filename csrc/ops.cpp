@@ -6,8 +6,8 @@
 
 STABLE_TORCH_LIBRARY(toolr0, m) {
   m.def("row_logprob(Tensor logits, Tensor target, float temperature) -> (Tensor, Tensor, Tensor)");
-  m.def("row_logprob_backward(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor grad_logp, Tensor grad_entropy, "
-        "Tensor grad_lse, float temperature) -> Tensor");
+  m.def("row_logprob_backward(Tensor logits, Tensor target, Tensor grad_logp, Tensor grad_entropy, Tensor grad_lse, "
+        "float temperature) -> Tensor");
   m.def("row_grpo_loss_(Tensor(a!) logits, Tensor target, Tensor given, Tensor power, bool has_old, bool has_ref, float beta, "
         "float temperature) -> Tensor");
   m.def("sample(Tensor logits, Tensor seed, Tensor position, Tensor temperature, Tensor? top_k, Tensor? top_p) "

@@ -20,8 +20,8 @@ inline Tensor new_floats(const Tensor& like, std::vector<int64_t> sizes) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> row_logprob(const Tensor& logits, const Tensor& target, double temperature);
-Tensor row_logprob_backward(const Tensor& logits, const Tensor& target, const Tensor& lse, const Tensor& entropy,
-                            const Tensor& grad_logp, const Tensor& grad_entropy, const Tensor& grad_lse, double temperature);
+Tensor row_logprob_backward(const Tensor& logits, const Tensor& target, const Tensor& grad_logp, const Tensor& grad_entropy,
+                            const Tensor& grad_lse, double temperature);
 Tensor row_grpo_loss_(Tensor logits, const Tensor& target, const Tensor& given, const Tensor& power, bool has_old, bool has_ref,
                       double beta, double temperature);
 std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& seed, const Tensor& position,

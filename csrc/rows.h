@@ -88,4 +88,13 @@ inline Sums block_sums(float* x, int64_t n, float inverse_temperature) {
   return sums;
 }
 
+// The sums of a whole row, which is only read.
+inline Sums row_sums(const float* x, int64_t n, float inverse_temperature) {
+  Sums sums;
+  for (int64_t from = 0; from < n; from += kBlock)
+    sums.merge(block_sums<false>(const_cast<float*>(x) + from, std::min(kBlock, n - from), inverse_temperature),
+               inverse_temperature);
+  return sums;
+}
+
 }  // namespace toolr0

@@ -1,6 +1,6 @@
 // The next token of every row: temperature, top-k, top-p, and a draw by inverse CDF with one counter-based uniform a row.
 //
-// Nothing is sorted. A first pass leaves the mass of every block of the row, so that the draw finds its block among few numbers
+// No row is sorted. A first pass leaves the mass of every block of the row, so that the draw finds its block among few numbers
 // and its token within one block. Truncation needs the value at which the kept set ends: a histogram of counts and masses over
 // max - z, 64 bins to the nat, finds the bin that holds it, and only that bin's entries are put in order. Ties go to the lower
 // index. The same (seed, position) gives the same token in every implementation, near ties of the cumulative sum apart.
@@ -69,7 +69,7 @@ class Row {
     double left = u * sums_.mass;
     size_t b = 0, last = 0;
     for (; b < blocks_.size(); ++b) {
-      const double mass = blocks_[b].mass == 0.0 ? 0.0 : blocks_[b].mass * std::exp((static_cast<double>(blocks_[b].max) - sums_.max) * inverse_);
+      const double mass = mass_of_block(blocks_[b]);
       if (mass > 0.0) last = b;
       if (left < mass) break;
       left -= mass;
@@ -86,9 +86,15 @@ class Row {
   }
 
   float logp(int64_t token) const { return sums_.logp(x_[token], inverse_); }
+  bool is_finite() const { return std::isfinite(sums_.mass); }  // NaN is in no kept set, and has to show
   float entropy() const { return static_cast<float>(sums_.entropy()); }
 
  private:
+  // 0 where every entry's mass_of is: a block is drawn only if it has an entry that can be.
+  double mass_of_block(const Sums& block) const {
+    const double z = (static_cast<double>(block.max) - sums_.max) * inverse_;
+    return block.mass == 0.0 || z < kLowest ? 0.0 : block.mass * std::exp(z);
+  }
   float below(float x) const { return (sums_.max - x) * inverse_; }
   float mass_of(float x) const { return exp_nonpositive(std::min(0.0f, -below(x))); }
   int bin_of(float x) const {
@@ -172,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& se
       row.sum(cut);
       const int64_t keep = k ? k[s] : 0;
       const float share = p ? p[s] : 1.0f;
-      if (t[s] != 0.0f && ((keep > 0 && keep < V) || share < 1.0f)) {
+      if (t[s] != 0.0f && row.is_finite() && ((keep > 0 && keep < V) || share < 1.0f)) {
         cut = row.truncate(keep, share);
         row.sum(cut);
       }

@@ -232,6 +232,35 @@ def test_logits_of_minus_infinity_have_no_mass_and_nan_is_not_hidden(impl):
         assert entropy[0].item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
 
 
+@pytest.mark.parametrize("offset", [100.0, 1000.0, 30000.0])
+def test_a_sure_model_with_large_logits_has_the_right_gradient(impl, offset):
+    """1 - p is 8.4e-6, and a log-sum-exp in fp32 would be off by more."""
+    if impl == "torch":
+        pytest.skip("plain torch rounds the log-sum-exp: that is why the kernels do not")
+    weight = torch.tensor([[offset + 12.0], [offset], [offset - 1.0]], requires_grad=True)
+    linear_logprob(torch.ones(1, 1), weight, torch.tensor([0]), impl=impl).sum().backward()
+    p = torch.tensor([12.0, 0.0, -1.0], dtype=torch.float64).softmax(0)
+    assert torch.allclose(weight.grad[:, 0].double(), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64) - p, rtol=1e-2, atol=1e-12)  # 1 + 8.4e-6 in fp32
+
+
+@pytest.mark.parametrize("place", [5, 6])  # old_logp, ref_logp
+def test_nan_among_the_log_probs_reaches_the_gradient(impl, place):
+    """So that the trainer's look at the gradient norm sees it."""
+    args = everything()
+    args[place][3] = math.nan
+    loss, _, dhidden, _ = run(args, impl)
+    assert loss.isnan() and (dhidden[3].isnan().all() or (impl, place) == ("torch", 6))  # torch's clamp passes NaN no gradient
+
+
+def test_what_a_row_of_weight_0_holds_does_not_matter(impl):
+    args = everything()
+    args[4][3] = 0
+    expected = run(args, impl)
+    args[3][3], args[5][3] = math.nan, -500.0
+    for mine, right in zip(run(args, impl)[::2], expected[::2]):
+        assert torch.equal(mine, right)
+
+
 def test_more_rows_than_a_grid_dimension_may_have(impl):
     """65,537 rows (fault 16): the last one counts too."""
     if impl == "triton":
@@ -273,7 +302,7 @@ def test_fp64_is_exact():
     (dict(target_N=torch.tensor([1, 2])), r"there are \[2\] targets for 3 rows of hidden"),
     (dict(target_N=torch.tensor([1.0, 2.0, 0.0])), "targets are torch.float32; they have to be torch.int64"),
     (dict(hidden_ND=torch.zeros(3, 4, dtype=torch.bfloat16)), "hidden is torch.bfloat16 and weight torch.float32"),
-    (dict(temperature=0.0), "temperature is 0.0; it has to be positive and finite"),
+    (dict(temperature=0.0), "temperature is 0.0; it has to be a number from 1e-6 to 1e6"),
     (dict(temperature=math.nan), "temperature is nan"),
     (dict(hidden_ND=torch.zeros(3, 4, device="meta")), "hidden is on meta; weight is on cpu; target is on cpu"),
 ])

@@ -77,6 +77,14 @@ def test_a_large_score_leaves_the_others_nothing(impl):
     assert (out.double() - expected(q, [100 * keys[0]], values, 64 ** -0.5)).abs().max() < 1e-4
 
 
+def test_scores_of_minus_infinity_leave_the_others_everything(impl):
+    """The whole first page, even."""
+    q, k, v = torch.full((1, 1, 32), 1e20), torch.full((2, 1, 1, 32), -1e20), torch.randn(2, 1, 1, 32)
+    k[1] = 1.0
+    out = decode_attention(q, k, v, torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32), impl=impl)
+    assert torch.equal(out[0], v[1, 0])
+
+
 def test_no_sequence_is_no_output(impl):
     _, _, k_cache, v_cache, table = cache([4])
     out = decode_attention(torch.zeros(0, 2, 64), k_cache, v_cache, table[:0], torch.zeros(0, dtype=torch.int32), impl=impl)

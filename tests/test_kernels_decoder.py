@@ -49,6 +49,11 @@ def test_add_rms_norm(impl, shape):
     compare(add_rms_norm, lambda x, r, w: (norm64(x + r, w), x + r), make(shape, shape, shape[-1:]), impl)
 
 
+def test_a_weight_that_is_not_contiguous(impl):
+    x, wide = make((5, 16), (16, 3))
+    assert torch.equal(rms_norm(x, wide[:, 0], impl=impl), rms_norm(x, wide[:, 0].contiguous(), impl=impl))
+
+
 def test_the_norm_of_a_sum_in_half_precision_is_the_norm_of_what_was_rounded(impl):
     x, r, w = (t.detach() for t in make((9, 64), (9, 64), (64,), dtype=torch.float16))
     normed, total = add_rms_norm(x, r, w, impl=impl)

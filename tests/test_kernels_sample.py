@@ -102,6 +102,22 @@ def test_masked_entries_are_never_drawn_and_nan_is_not_hidden(impl):
     assert logp[0].isnan() and 0 <= token[0] < 40 and logp[1:].isfinite().all()
 
 
+@pytest.mark.parametrize("k, p", [(3, None), (None, 0.5), (3, 0.5)])
+def test_nan_is_not_hidden_by_truncation(impl, k, p):
+    logits = torch.zeros(1, 8)
+    logits[0, 3] = torch.nan
+    token, logp, _ = sample(logits, *settings_of(1, 1.0, k, p), impl=impl)
+    assert logp.isnan().all() and 0 <= token < 8
+
+
+def test_a_uniform_next_to_1_draws_the_last_token_that_has_mass(impl):
+    """seed 0 at this position is 1 - 2^-52."""
+    logits = 2 * torch.randn(1, 49153, generator=torch.Generator().manual_seed(0))
+    logits[0, 0], logits[0, -1] = -torch.inf, -90.0
+    token, logp, _ = sample(logits, torch.tensor([0]), torch.tensor([4261466477168588050]), torch.ones(1), impl=impl)
+    assert token >= 49150 and logp.isfinite()
+
+
 def test_no_row_is_no_token(impl):
     assert [len(x) for x in sample(torch.zeros(0, 7), *settings_of(0), impl=impl)] == [0, 0, 0]
 
@@ -133,9 +149,9 @@ def test_ties_in_any_number_are_cut_as_defined(values, k, p, seed):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(logits_SV=torch.zeros(2, 0)), r"logits are \[2, 0\]; they have to be \[S, V\] with at least one entry"),
+    (dict(logits_SV=torch.zeros(2, 0)), r"logits are \[2, 0\] of torch.float32; they have to be floats, \[S, V\] with at least one entry"),
     (dict(seed_S=torch.zeros(2)), r"seed is \[2\] of torch.float32; it has to be \[2\] of torch.int64"),
-    (dict(temperature_S=torch.tensor([1.0, -1.0])), r"temperature is -1 in a row; it has to be 0 \(greedy\) or more"),
+    (dict(temperature_S=torch.tensor([1.0, -1.0])), r"temperature is -1 in a row; it has to be 0 \(greedy\) or from 1e-6 to 1e6"),
     (dict(temperature_S=torch.tensor([1.0, math.nan])), "temperature is nan in a row"),
     (dict(top_k_S=torch.tensor([3, -1])), r"top_k is -1 in a row; it has to be 0 \(off\) or more"),
     (dict(top_p_S=torch.tensor([0.5, 0.0])), r"top_p is 0 in a row; it has to be above 0 \(1: off\)"),

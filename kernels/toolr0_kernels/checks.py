@@ -5,8 +5,6 @@ Values that live on a GPU are not looked at: that would wait for it. Out of rang
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,14 +21,14 @@ def head(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: fl
     if not hidden_ND.is_floating_point() or hidden_ND.dtype != weight_VD.dtype:
         raise ValueError(f"hidden is {hidden_ND.dtype} and weight {weight_VD.dtype}; they have to be floats of one dtype")
     _one_device(hidden=hidden_ND, weight=weight_VD, target=target_N)
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature is {temperature}; it has to be positive and finite (greedy log-probs are those of 1)")
+    if not isinstance(temperature, (int, float)) or not 1e-6 <= temperature <= 1e6:
+        raise ValueError(f"temperature is {temperature!s:.40}; it has to be a number from 1e-6 to 1e6 (of greedy ones, 1)")
 
 
 def targets(target_N: Tensor, vocabulary: int) -> tuple[Tensor, Tensor | None]:
     """Targets that can be looked up, and on a GPU which of them could not."""
     bad_N = (target_N < 0) | (target_N >= vocabulary)
-    if target_N.is_cuda:
+    if not target_N.is_cpu:
         return target_N.masked_fill(bad_N, 0).contiguous(), bad_N
     if bool(bad_N.any()):
         row = int(bad_N.nonzero()[0])
@@ -47,6 +45,8 @@ def per_row(rows: int, inputs: dict[str, Tensor | float | None]) -> None:
 def norm(x: Tensor, weight_D: Tensor) -> None:
     if x.ndim < 1 or weight_D.shape != x.shape[-1:]:
         raise ValueError(f"x is {_shape(x)} and weight {_shape(weight_D)}; weight has to be x's last dimension")
+    if x.dtype != weight_D.dtype or not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype} and weight {weight_D.dtype}; they have to be floats of one dtype")
     _one_device(x=x, weight=weight_D)
 
 
@@ -58,7 +58,7 @@ def same(**tensors: Tensor) -> None:
 
 
 def rope(q_NHE: Tensor, k_NKE: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> None:
-    N, E = q_NHE.shape[0], q_NHE.shape[-1]
+    N, E = (q_NHE.shape[0], q_NHE.shape[-1]) if q_NHE.ndim == 3 else (0, 1)
     if q_NHE.ndim != 3 or k_NKE.ndim != 3 or k_NKE.shape[0] != N or k_NKE.shape[2] != E or E % 2:
         raise ValueError(f"q is {_shape(q_NHE)} and k {_shape(k_NKE)}; they have to be [N, heads, E] with one N and one even E")
     if cos_NF.shape != (N, E // 2) or sin_NF.shape != cos_NF.shape:
@@ -67,9 +67,9 @@ def rope(q_NHE: Tensor, k_NKE: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> None:
 
 
 def decode(q_SHE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, table_SM: Tensor, length_S: Tensor) -> None:
-    S = len(q_SHE)
+    S = len(q_SHE) if q_SHE.ndim else 0
     if q_SHE.ndim != 3 or k_PKBE.ndim != 4 or k_PKBE.shape != v_PKBE.shape or q_SHE.shape[2] != k_PKBE.shape[3] \
-            or q_SHE.shape[1] % k_PKBE.shape[1]:
+            or 0 in k_PKBE.shape[1:] or q_SHE.shape[1] % k_PKBE.shape[1]:
         raise ValueError(f"q is {_shape(q_SHE)}, keys {_shape(k_PKBE)} and values {_shape(v_PKBE)}; they have to be [S, H, E] "
                          f"and twice [pages, K, B, E] with H a multiple of K")
     if not q_SHE.dtype == k_PKBE.dtype == v_PKBE.dtype or not (k_PKBE.is_contiguous() and v_PKBE.is_contiguous()):
@@ -80,7 +80,7 @@ def decode(q_SHE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, table_SM: Tensor, leng
         raise ValueError(f"table is {_shape(table_SM)} of {table_SM.dtype} and length {_shape(length_S)} of {length_S.dtype}; "
                          f"they have to be int32, [{S}, pages a sequence] and [{S}]")
     _one_device(q=q_SHE, keys=k_PKBE, values=v_PKBE, table=table_SM, length=length_S)
-    if q_SHE.is_cuda or not S:
+    if not q_SHE.is_cpu or not S:
         return
     B, M = k_PKBE.shape[2], table_SM.shape[1]
     if int(length_S.min()) < 0 or int(length_S.max()) > M * B:
@@ -93,17 +93,19 @@ def decode(q_SHE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, table_SM: Tensor, leng
 
 def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor, top_k_S: Tensor | None,
            top_p_S: Tensor | None) -> None:
-    if logits_SV.ndim != 2 or not logits_SV.shape[1]:
-        raise ValueError(f"logits are {_shape(logits_SV)}; they have to be [S, V] with at least one entry")
+    if logits_SV.ndim != 2 or not logits_SV.shape[1] or not logits_SV.is_floating_point():
+        raise ValueError(f"logits are {_shape(logits_SV)} of {logits_SV.dtype}; they have to be floats, [S, V] with at least "
+                         f"one entry")
     kinds = {"seed": (seed_S, torch.int64), "position": (position_S, torch.int64),
              "temperature": (temperature_S, torch.float32), "top_k": (top_k_S, torch.int64), "top_p": (top_p_S, torch.float32)}
     for name, (x, dtype) in kinds.items():
         if x is not None and (x.shape != logits_SV.shape[:1] or x.dtype != dtype):
             raise ValueError(f"{name} is {_shape(x)} of {x.dtype}; it has to be [{len(logits_SV)}] of {dtype}")
     _one_device(logits=logits_SV, **{name: x for name, (x, _) in kinds.items() if x is not None})
-    if logits_SV.is_cuda or not len(logits_SV):
+    if not logits_SV.is_cpu or not len(logits_SV):
         return
-    for name, ok, rule in (("temperature", temperature_S >= 0, "0 (greedy) or more"),
+    warm_S = (temperature_S >= 1e-6) & (temperature_S <= 1e6)
+    for name, ok, rule in (("temperature", (temperature_S == 0) | warm_S, "0 (greedy) or from 1e-6 to 1e6"),
                            ("top_k", None if top_k_S is None else top_k_S >= 0, "0 (off) or more"),
                            ("top_p", None if top_p_S is None else top_p_S > 0, "above 0 (1: off)")):
         if ok is not None and not bool(ok.all()):

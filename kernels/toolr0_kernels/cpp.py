@@ -53,9 +53,7 @@ def _score(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: 
 
 
 def _dlogits(logits_LV: Tensor, target_L: Tensor, by_3L: Tensor, temperature: float, _) -> Tensor:
-    """The sums once more, as exact as the logits are: a rounded log-sum-exp would blur 1 - p of a sure model."""
-    _, entropy_L, lse_L = torch.ops.toolr0.row_logprob(logits_LV, target_L, temperature)
-    return torch.ops.toolr0.row_logprob_backward(logits_LV, target_L, lse_L, entropy_L, *by_3L, temperature)
+    return torch.ops.toolr0.row_logprob_backward(logits_LV, target_L, *by_3L, temperature)
 
 
 def _loss(logits_LV: Tensor, target_L: Tensor, given_KL: Tensor, results_KL: Tensor, power: Tensor, _, *options) -> Tensor:
@@ -88,7 +86,7 @@ def _register() -> None:
         return rows(logits), rows(logits), rows(logits)
 
     @ops.register_fake("toolr0::row_logprob_backward")
-    def _(logits, target, lse, entropy, grad_logp, grad_entropy, grad_lse, temperature):
+    def _(logits, *args):
         return torch.empty_like(logits)
 
     @ops.register_fake("toolr0::row_grpo_loss_")
@@ -105,7 +103,7 @@ def _register() -> None:
 
     def setup(ctx, inputs, output):
         logits, target, ctx.temperature = inputs
-        ctx.save_for_backward(logits, target, output[2], output[1])
+        ctx.save_for_backward(logits, target)
 
     def backward(ctx, *grads):
         grads = [g.contiguous() for g in grads]

@@ -25,7 +25,7 @@ IN_CPP = ("linear_logprob", "linear_grpo_loss", "sample", "linear_sample", "deco
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
                    entropy: bool = False, lse: bool = False, impl: str = "auto") -> Tensor | tuple[Tensor, ...]:
-    """log softmax(hidden @ weight.T / temperature)[target], fp32 [N] (fp64 of fp64), differentiable in hidden and weight.
+    """log softmax(hidden @ weight.T / temperature)[target], fp32 [N] (fp64 of fp64), differentiable once, in hidden and weight.
 
     With entropy or lse, a tuple in the order logp, entropy, lse (all [N]). Raises ValueError for shapes that do not fit, a
     temperature that is not positive, an impl that is unknown or does not run here, and IndexError for a target outside the
@@ -45,7 +45,7 @@ def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, adv
                      old_logp_N: Tensor | None = None, ref_logp_N: Tensor | None = None, is_weight_N: Tensor | None = None,
                      beta: float = 0.0, clip_low: float | Tensor = 0.2, clip_high: float | Tensor = 0.2,
                      temperature: float = 1.0, impl: str = "auto") -> tuple[Tensor, dict[str, Tensor]]:
-    """The scalar sum(weight * grpo.token_loss(linear_logprob(...), ...)), differentiable in hidden and weight alone.
+    """The scalar sum(weight * grpo.token_loss(linear_logprob(...), ...)), differentiable once, in hidden and weight alone.
 
     Rows of weight 0 are dropped exactly. Statistics are those of grpo.token_loss and "logp" and "entropy", each detached,
     fp32, [N]. Raises as linear_logprob does, and ValueError for a per-token input that is not [N].
@@ -66,7 +66,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-6, impl: str = "auto")
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype; the mean in fp32. Differentiable."""
     checks.norm(x, weight_D)
     which = choose("rms_norm", impl, x)
-    return _module(which, "rms_norm").rms_norm(x, weight_D, eps)
+    return _module(which, "rms_norm").rms_norm(x, weight_D.contiguous(), eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float = 1e-6,
@@ -75,7 +75,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float = 1e-
     checks.norm(x, weight_D)
     checks.same(x=x, residual=residual)
     which = choose("rms_norm", impl, x)
-    return _module(which, "rms_norm").add_rms_norm(x, residual, weight_D, eps)
+    return _module(which, "rms_norm").add_rms_norm(x, residual, weight_D.contiguous(), eps)
 
 
 def rope(q_NHE: Tensor, k_NKE: Tensor, cos_NF: Tensor, sin_NF: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
@@ -93,6 +93,7 @@ def swiglu(gate: Tensor, up: Tensor, impl: str = "auto") -> Tensor:
     return _module(which, "swiglu").swiglu(gate, up)
 
 
+@torch.no_grad()
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
                      scale: float | None = None, impl: str = "auto") -> Tensor:
     """Attention of one query per sequence over a paged cache, [S, H, E] in q's dtype; no gradient.
@@ -108,6 +109,7 @@ def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, 
     return _module(which, "decode_attention").decode_attention(*args)
 
 
+@torch.no_grad()
 def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor, top_k_S: Tensor | None = None,
            top_p_S: Tensor | None = None, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """The next token of every row (int64), its log-prob and the entropy of the distribution it was drawn from (fp32).
@@ -124,6 +126,7 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
     return _module(which, "sample").sample(logits_SV.contiguous(), *rows)
 
 
+@torch.no_grad()
 def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor,
                   impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """sample(hidden @ weight.T, ...) without truncation, and in Triton without logits in memory."""
@@ -144,7 +147,7 @@ def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
         if why:
             raise ValueError(f"impl {impl!r} cannot run {kernel} here: {why}; use auto or torch")
         return impl
-    wanted = os.environ.get("TOOLR0_KERNELS", "auto")
+    wanted = (os.environ.get("TOOLR0_KERNELS") or "auto")
     if wanted not in IMPLEMENTATIONS:
         raise ValueError(f"TOOLR0_KERNELS is {wanted!r}; it has to be one of {', '.join(IMPLEMENTATIONS)}")
     order = (wanted,) if wanted != "auto" else ("cpp", "triton") if truncated and x.is_cuda else ("triton", "cpp")
@@ -154,10 +157,12 @@ def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
 def describe(device: torch.device | str) -> str:
     """One line: what "auto" runs on this device, and why."""
     device = torch.device(device)
-    wanted = os.environ.get("TOOLR0_KERNELS", "auto")
+    wanted = (os.environ.get("TOOLR0_KERNELS") or "auto")
     chosen = choose("linear_logprob", "auto", torch.empty(0, device=device))
     why = f"TOOLR0_KERNELS={wanted}" if wanted != "auto" else f"the device is {device.type}"
     slower = ""
+    if wanted not in ("auto", chosen):
+        slower = f"; {wanted} cannot run: {_missing('linear_logprob', wanted, torch.empty(0, device=device))}"
     if chosen == "torch" and wanted == "auto":
         name = "cpp" if device.type == "cpu" else "triton"
         missing = _missing("linear_logprob", name, torch.empty(0, device=device))

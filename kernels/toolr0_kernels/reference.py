@@ -34,12 +34,24 @@ def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, adv
                      old_logp_N: Tensor | None = None, ref_logp_N: Tensor | None = None, is_weight_N: Tensor | None = None,
                      beta: float = 0.0, clip_low: float | Tensor = 0.2, clip_high: float | Tensor = 0.2,
                      temperature: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """See dispatch.linear_grpo_loss."""
+    """See dispatch.linear_grpo_loss. Rows of weight 0 are taken out first: 0 times NaN would be NaN."""
     from toolr0_core.grpo import token_loss  # the one definition of the loss; grpo imports this package
 
-    logp_N, entropy_N, _ = linear_logprob(hidden_ND, weight_VD, target_N, temperature)
-    loss_N, stats = token_loss(logp_N, old_logp_N, advantage_N, ref_logp_N, beta, clip_low, clip_high, is_weight_N)
-    return (weight_N * loss_N).sum(), stats | {"logp": logp_N.detach(), "entropy": entropy_N.detach()}
+    def run(index_L: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        pick = lambda x: x.detach()[index_L] if isinstance(x, Tensor) and x.ndim else x  # noqa: E731
+        logp_L, entropy_L, _ = linear_logprob(hidden_ND[index_L], weight_VD, target_N[index_L], temperature)
+        loss_L, stats = token_loss(logp_L, *map(pick, (old_logp_N, advantage_N, ref_logp_N)), beta, pick(clip_low),
+                                   pick(clip_high), pick(is_weight_N))
+        return (pick(weight_N) * loss_L).sum(), stats | {"logp": logp_L.detach(), "entropy": entropy_L.detach()}
+
+    live_N = weight_N != 0
+    order_N = torch.cat((live_N.nonzero()[:, 0], (~live_N).nonzero()[:, 0]))
+    live, idle = order_N[: int(live_N.sum())], order_N[int(live_N.sum()):]
+    loss, stats = run(live)
+    with torch.no_grad():
+        _, rest = run(idle)
+    back_N = order_N.argsort()
+    return loss, {name: torch.cat((stats[name], rest[name]))[back_N] for name in stats}
 
 
 def _chunk(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
@@ -55,8 +67,10 @@ def _chunk(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: 
 
 def _linear(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     """Logits in fp32, or in fp64 where the operands are."""
-    half = hidden_ND.dtype in (torch.bfloat16, torch.float16)
-    return _LinearFp32.apply(hidden_ND, weight_VD) if half else F.linear(hidden_ND, weight_VD)
+    if hidden_ND.dtype in (torch.bfloat16, torch.float16):
+        return _LinearFp32.apply(hidden_ND, weight_VD)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        return F.linear(hidden_ND, weight_VD)
 
 
 class _LinearFp32(torch.autograd.Function):
@@ -81,7 +95,8 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
            top_p_S: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """See dispatch.sample: inverse CDF with one counter-based uniform a row, in fp64 sums."""
     greedy_S1 = (temperature_S == 0)[:, None]
-    logp_SV = (_wide(logits_SV) / torch.where(temperature_S == 0, 1.0, temperature_S)[:, None]).log_softmax(-1)
+    below_SV = _wide(logits_SV) - logits_SV.amax(-1, keepdim=True)  # exact, whatever is added to all logits
+    logp_SV = (below_SV / torch.where(temperature_S == 0, 1.0, temperature_S)[:, None]).log_softmax(-1)
     if top_k_S is not None or top_p_S is not None:
         off_S = torch.zeros_like(position_S)
         top_k_S = off_S if top_k_S is None else top_k_S.masked_fill(greedy_S1[:, 0], 0)

@@ -27,7 +27,7 @@ from toolr0_kernels.gpu.rows import INTERPRETED, LOG2E, LOWEST
 from toolr0_kernels.gpu.variants import Variant, aligned, multiprocessors
 
 TILE = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 32}  # tokens; 64 of 128 fp32 numbers spill
-SHORTEST = 256  # tokens that a split has at least
+SHORTEST = 256  # tokens: a sequence has at most one split for each
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _merge_kernel(partial_ptr, sums_ptr, out_ptr, splits, E: tl.constexpr, BLOCK
 
 
 def split_of(S: int, K: int, longest: int, tile: int, processors: int) -> tuple[int, int]:
-    """How many splits, and tokens of each: enough programs for every multiprocessor twice, none for less than SHORTEST."""
+    """How many splits, and tokens of each: enough programs for every multiprocessor twice, one for each SHORTEST at most."""
     wanted = min(triton.cdiv(2 * processors, max(1, S * K)), triton.cdiv(longest, SHORTEST))
     tokens = triton.cdiv(triton.cdiv(max(longest, 1), max(1, wanted)), tile) * tile
     return triton.cdiv(max(longest, 1), tokens), tokens

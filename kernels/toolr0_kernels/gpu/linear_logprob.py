@@ -12,7 +12,7 @@ what makes one pass enough (online softmax), and what lets the vocabulary be spl
 Forward. A program multiplies BLOCK_N rows by `split` columns of the vocabulary, BLOCK_V at a time, keeps (m, s, t, z) of its
 rows in registers and writes 16 bytes a row; a second, small kernel merges the splits in a fixed order (no atomics: equal
 inputs give equal results). A split is a fixed number of columns, not a share of them, so that a row's result does not depend
-on how many rows it came with.
+on how many rows it came with (but for the tile: up to 64 rows have a smaller one).
 
 Traffic. Eager torch writes and reads N x V logits several times: 16384 x 151936 in fp32 is 10 GB a pass, 2.3 ms on an H200.
 Here, weight tiles are shared by GROUP row blocks that run at the same time: hidden of the group (16 x 128 rows, 6 MB at
