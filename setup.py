@@ -54,7 +54,7 @@ class Build(build_ext):
             self.spawn([NVCC, "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_80,code=sm_80", "-gencode",
                         "arch=compute_90,code=[sm_90,compute_90]", "-c", source, "-o", str(out)])
             plan = subprocess.run([NVCC, "--dryrun", "-c", source], capture_output=True, text=True).stderr
-            ext.library_dirs += re.findall('"-L([^"]+)"', plan)  # where this nvcc has the runtime
+            ext.extra_link_args += re.findall('"(-L[^"]+)"', plan)  # where this nvcc has the runtime
             ext.sources.remove(source)
             ext.extra_objects.append(str(out))
         super().build_extension(ext)

@@ -1,4 +1,4 @@
-"""What every Triton kernel takes, in every configuration that can be chosen, and what it moves; no GPU needed.
+"""What every Triton kernel takes, in the configurations that the presets' models choose, and what it moves; no GPU needed.
 
     python benchmarks/compile_report.py [--targets 80 90 100] [--match TEXT] [--json FILE]
 

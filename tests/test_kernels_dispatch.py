@@ -4,6 +4,7 @@ import pytest
 import torch
 from toolr0_kernels import cpp, describe, linear_logprob, rms_norm
 from toolr0_kernels.dispatch import choose
+from torch import library
 
 built = pytest.mark.skipif(cpp.problem is not None, reason=f"the C++ ops were not built: {cpp.problem}")
 
@@ -52,7 +53,7 @@ def test_torch_knows_the_ops():
     ops, g = torch.ops.toolr0, torch.Generator().manual_seed(0)
     logits, target, row = torch.randn(5, 37, generator=g), torch.randint(0, 37, (5,)), torch.rand(5, generator=g)
     ints = torch.arange(5)
-    check = torch.library.opcheck
+    check = library.opcheck
     check(ops.row_logprob.default, (logits.clone().requires_grad_(), target, 0.7))
     check(ops.row_logprob_backward.default, (logits, target, row, row, row, 0.7))
     check(ops.row_grpo_loss_.default, (logits.clone(), target, torch.rand(7, 5, generator=g), torch.ones(1), True, True, 0.1, 0.7))

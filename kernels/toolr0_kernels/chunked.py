@@ -86,8 +86,8 @@ class _LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, given_KN: Tensor, options: tuple, score: Score,
                 loss: Callable, chunk_bytes: int):
-        live_N, N = given_KN[0] != 0, len(target_N)
-        live_L, idle = live_N.nonzero()[:, 0], (~live_N).nonzero()[:, 0]  # the one look of the host: how many
+        N = len(target_N)
+        live_L, idle = live_first(given_KN[0])
         whole = len(live_L) == N
         hidden_LD, target_L, given_KL = (hidden_ND, target_N, given_KN) if whole else \
             (hidden_ND[live_L], target_N[live_L], given_KN.index_select(1, live_L))
@@ -137,6 +137,13 @@ def _without_gradient(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, gi
                                given["is_weight"])
     results = {"loss": loss_N, "logp": logp_N, "entropy": entropy_N, "kl": torch.zeros_like(logp_N), **stats}
     return torch.stack([results[name] for name in RESULTS])
+
+
+def live_first(weight_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the rows with weight, and of those without; the host looks once, at how many there are."""
+    idle_N = weight_N == 0
+    order_N, idle = idle_N.int().argsort(stable=True), int(idle_N.sum())
+    return order_N[: len(order_N) - idle], order_N[len(order_N) - idle:]
 
 
 def _total(results_KN: Tensor, given_KN: Tensor) -> Tensor:

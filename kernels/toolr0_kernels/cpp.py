@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from toolr0_kernels import chunked
 from toolr0_kernels.chunked import LinearLogprob
@@ -68,7 +68,7 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
 
 def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The logits do exist here: BLAS makes them faster than a fused loop would."""
-    return sample(hidden_SD.float() @ weight_VD.float().T, *rows)
+    return sample(chunked.product(hidden_SD, weight_VD.T), *rows)
 
 
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
@@ -78,26 +78,25 @@ def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, 
 
 def _register() -> None:
     """Shapes of the outputs, for torch.compile, and the gradient of row_logprob."""
-    ops = torch.library
     rows = lambda x: x.new_empty(x.shape[0])  # noqa: E731
 
-    @ops.register_fake("toolr0::row_logprob")
+    @library.register_fake("toolr0::row_logprob")
     def _(logits, target, temperature):
         return rows(logits), rows(logits), rows(logits)
 
-    @ops.register_fake("toolr0::row_logprob_backward")
+    @library.register_fake("toolr0::row_logprob_backward")
     def _(logits, *args):
         return torch.empty_like(logits)
 
-    @ops.register_fake("toolr0::row_grpo_loss_")
+    @library.register_fake("toolr0::row_grpo_loss_")
     def _(logits, *args):
         return logits.new_empty(7, logits.shape[0])
 
-    @ops.register_fake("toolr0::sample")
+    @library.register_fake("toolr0::sample")
     def _(logits, *args):
         return rows(logits).long(), rows(logits), rows(logits)
 
-    @ops.register_fake("toolr0::decode_attention")
+    @library.register_fake("toolr0::decode_attention")
     def _(q, *args):
         return torch.empty_like(q)
 
@@ -109,7 +108,7 @@ def _register() -> None:
         grads = [g.contiguous() for g in grads]
         return torch.ops.toolr0.row_logprob_backward(*ctx.saved_tensors, *grads, ctx.temperature), None, None
 
-    ops.register_autograd("toolr0::row_logprob", backward, setup_context=setup)
+    library.register_autograd("toolr0::row_logprob", backward, setup_context=setup)
 
 
 if problem is None:

@@ -4,8 +4,8 @@ impl "auto" is Triton on NVIDIA GPUs (for top-k and top-p the CUDA op of csrc/cu
 CPUs, plain torch anywhere else and for fp64; the variable TOOLR0_KERNELS names another one for every "auto". `describe` says in
 one line what that means here.
 
-Shape suffixes: N rows (tokens), S sequences, D hidden, F feed-forward, V vocabulary, H query heads, K key/value heads, E head
-size, P pages of B tokens, M pages a sequence.
+Shape suffixes: N rows (tokens), S sequences, D hidden, V vocabulary, H query heads, K key/value heads, E head size, F half
+of it, P pages of B tokens, M pages a sequence.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
         if why:
             raise ValueError(f"impl {impl!r} cannot run {kernel} here: {why}; use auto or torch")
         return impl
-    wanted = (os.environ.get("TOOLR0_KERNELS") or "auto")
+    wanted = os.environ.get("TOOLR0_KERNELS") or "auto"
     if wanted not in IMPLEMENTATIONS:
         raise ValueError(f"TOOLR0_KERNELS is {wanted!r}; it has to be one of {', '.join(IMPLEMENTATIONS)}")
     order = (wanted,) if wanted != "auto" else ("cpp", "triton") if truncated and x.is_cuda else ("triton", "cpp")
@@ -157,7 +157,7 @@ def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
 def describe(device: torch.device | str) -> str:
     """One line: what "auto" runs on this device, and why."""
     device = torch.device(device)
-    wanted = (os.environ.get("TOOLR0_KERNELS") or "auto")
+    wanted = os.environ.get("TOOLR0_KERNELS") or "auto"
     chosen = choose("linear_logprob", "auto", torch.empty(0, device=device))
     why = f"TOOLR0_KERNELS={wanted}" if wanted != "auto" else f"the device is {device.type}"
     slower = ""

@@ -1,7 +1,7 @@
 """Plain torch: what each kernel computes, and what runs where no kernel does.
 
-Shape suffixes: N rows (tokens), S sequences, D hidden, F feed-forward, V vocabulary, H query heads, K key/value heads, E head
-size, P pages of B tokens, M pages a sequence.
+Shape suffixes: N rows (tokens), S sequences, D hidden, V vocabulary, H query heads, K key/value heads, E head size, F half
+of it, P pages of B tokens, M pages a sequence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toolr0_core.rng import uniform
+from toolr0_kernels.chunked import live_first
 
 CHUNK_BYTES = 1 << 28  # logits that exist at once, fp32
 
@@ -44,13 +45,11 @@ def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, adv
                                    pick(clip_high), pick(is_weight_N))
         return (pick(weight_N) * loss_L).sum(), stats | {"logp": logp_L.detach(), "entropy": entropy_L.detach()}
 
-    live_N = weight_N != 0
-    order_N = torch.cat((live_N.nonzero()[:, 0], (~live_N).nonzero()[:, 0]))
-    live, idle = order_N[: int(live_N.sum())], order_N[int(live_N.sum()):]
+    live, idle = live_first(weight_N)
     loss, stats = run(live)
     with torch.no_grad():
         _, rest = run(idle)
-    back_N = order_N.argsort()
+    back_N = torch.cat((live, idle)).argsort()
     return loss, {name: torch.cat((stats[name], rest[name]))[back_N] for name in stats}
 
 
@@ -147,18 +146,18 @@ def add_rms_norm(x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float
     return rms_norm(total_ND, weight_D, eps), total_ND
 
 
-def rope(q_NHE: Tensor, k_NKE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> tuple[Tensor, Tensor]:
+def rope(q_NHE: Tensor, k_NKE: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates pairs (i, i + E/2), the layout of Hugging Face's weights; cos and sin hold the angles of half a head."""
     def rotate(x: Tensor) -> Tensor:
         first, second = _wide(x).chunk(2, dim=-1)
-        cos, sin = cos_NE[:, None], sin_NE[:, None]
+        cos, sin = cos_NF[:, None], sin_NF[:, None]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
     return rotate(q_NHE), rotate(k_NKE)
 
 
-def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    return F.silu(gate_NF) * up_NF
+    return F.silu(gate) * up
 
 
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,

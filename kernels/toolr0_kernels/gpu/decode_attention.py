@@ -101,14 +101,14 @@ def split_of(S: int, K: int, longest: int, tile: int, processors: int) -> tuple[
 
 
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
-                     scale: float | None = None, max_length: int | None = None) -> Tensor:
-    """See dispatch.decode_attention. max_length: what no sequence exceeds, where the caller knows; lengths are not read."""
+                     scale: float | None = None) -> Tensor:
+    """See dispatch.decode_attention. The host reads no lengths: splits are those of the longest sequence a table holds."""
     (S, H, E), (_, K, B, _) = q_SHE.shape, k_cache_PKBE.shape
     out_SHE, M = torch.empty_like(q_SHE), table_SM.shape[1]
     if not S:
         return out_SHE
     tile = TILE[q_SHE.dtype]
-    splits, tokens = split_of(S, K, max_length or M * B, tile, multiprocessors(q_SHE.device))
+    splits, tokens = split_of(S, K, M * B, tile, multiprocessors(q_SHE.device))
     partial = torch.empty(S * H, splits, E, dtype=torch.float32, device=q_SHE.device)
     sums = torch.empty(S * H, splits, 2, dtype=torch.float32, device=q_SHE.device)
     factor, sizes = (E ** -0.5 if scale is None else scale) * LOG2E.value, blocks(H // K, E)

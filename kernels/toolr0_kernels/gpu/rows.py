@@ -27,7 +27,7 @@ CHUNK_BYTES = 2 << 30  # fp32 logits that exist at once
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-TWICE = "a row fits no multiprocessor, so it is read twice"
+TWICE = "a row is read twice: a long one fits no multiprocessor"
 LOWEST = tl.constexpr(-1e30)  # "no logit": finite, so that 0 * (LOWEST - m) is 0 and not NaN
 
 

@@ -1,4 +1,4 @@
-"""Every kernel in every configuration that can be chosen, compiled ahead of time without a GPU: what it takes, what it moves.
+"""Every kernel in the configurations that the presets' models choose, compiled without a GPU: what it takes, what it moves.
 
 A family module's `variants()` lists its own; `compiled` compiles one and reads the binary. Without a GPU nothing can be timed,
 but spilled registers, stack, fp64 instructions and surplus memory traffic show all the same.
