@@ -243,6 +243,15 @@ def test_a_sure_model_with_large_logits_has_the_right_gradient(impl, offset):
     assert torch.allclose(weight.grad[:, 0].double(), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64) - p, rtol=1e-2, atol=1e-12)  # 1 + 8.4e-6 in fp32
 
 
+def test_equal_logits_of_any_size_share_the_gradient(impl):
+    """At 1e6 a log-sum-exp in fp32 is a multiple of 1/16."""
+    if impl == "torch":
+        pytest.skip("plain torch rounds the log-sum-exp: that is why the kernels do not")
+    weight = torch.full((3, 1), 1e6, requires_grad=True)
+    linear_logprob(torch.ones(1, 1), weight, torch.tensor([0]), impl=impl).sum().backward()
+    assert weight.grad[:, 0].tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3], rel=1e-5)
+
+
 @pytest.mark.parametrize("place", [5, 6])  # old_logp, ref_logp
 def test_nan_among_the_log_probs_reaches_the_gradient(impl, place):
     """So that the trainer's look at the gradient norm sees it."""
