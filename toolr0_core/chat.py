@@ -1,81 +1,20 @@
-"""What a chat on a terminal needs besides a model: a menu of tools from a file, text that streams, text that is safe to print.
-No torch here."""
+"""A conversation with one model: whose prompts it knows, how a message is laid out, its answer as it comes. No torch here."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolr0_core.config import Config, PhaseConfig, PromptConfig, RewardConfig, SamplerConfig
-from toolr0_core.parse import parse_menu
+from toolr0_core import prompts
+from toolr0_core.config import Config, PhaseConfig, PromptConfig, SamplerConfig
+from toolr0_core.menu import problems
+from toolr0_core.parse import parse_calls
 from toolr0_core.presets import PRESETS, validate
-from toolr0_core.schema import Failure, Tool, ToolCall
-
-A_TOOL = ('a tool is {"name": ..., "description": ..., "parameters": {name: {"type": ...}}, "required": [names]}, bare or as '
-          '{"type": "function", "function": {...}}')
-TOOL_KEYS = ("name", "description", "parameters", "required", "strict")  # OpenAI's "strict" changes nothing here
-# What a terminal obeys or what turns a line around: C0 without newline and tab, DEL and C1, the bidi marks, embeddings,
-# overrides and isolates, the separators of lines and paragraphs, and surrogates, which cannot be printed at all.
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-# -- a menu from a file ------------------------------------------------------------------------------------------------
-
-
-def read_menu(path: Path) -> tuple[Tool, ...]:
-    """The tools of a JSON file. Raises ValueError that names the entry and says what is legal."""
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"--tools {path} cannot be read ({why}); give a JSON file with a list of tools") from None
-    if not isinstance(entries, list) or not entries:
-        what = "an empty list" if entries == [] else f"a {type(entries).__name__}"
-        raise ValueError(f"--tools {path} holds {what}; it has to be a JSON list of one tool or more; {A_TOOL}")
-    tools = []
-    for number, entry in enumerate(entries, 1):
-        tool = _read_tool(entry)
-        if isinstance(tool, str):
-            raise ValueError(f"--tools {path}, entry {number}: {tool}; {A_TOOL}")
-        tools.append(tool)
-    name, times = Counter(tool.name for tool in tools).most_common(1)[0]
-    if times > 1:
-        numbers = [str(i) for i, tool in enumerate(tools, 1) if tool.name == name]
-        raise ValueError(f"--tools {path}, entries {', '.join(numbers)} are all named {name[:40]!a}; give each tool its own name")
-    return tuple(tools)
-
-
-def _read_tool(entry: Any) -> Tool | str:
-    """The tool of one entry, or what is wrong with it. Stricter than what models write is read: a person can mend a file."""
-    found = parse_menu(json.dumps([entry]))
-    if isinstance(found, Failure):
-        return found.detail if found.reason == "bad_menu" else f"{found.reason}, {found.detail}"
-    own = entry.get("function", entry)
-    unknown = [key for key in own if key not in TOOL_KEYS]
-    if unknown:
-        return f"the tool has {unknown[0][:40]!a}"
-    if not isinstance(own.get("description", ""), str):
-        return f"the description of {found[0].name[:40]!a} is no text"
-    strangers = [name for name in found[0].required if name not in found[0].parameters]
-    return f"it requires {strangers[0][:40]!a}, which is not one of its parameters" if strangers else found[0]
-
-
-# -- text for a terminal -----------------------------------------------------------------------------------------------
-
-
-def escaped(text: str) -> str:
-    """Text that a terminal shows and does not obey: control characters and marks of direction as \\x1b, \\u202e."""
-    return UNSAFE.sub(lambda m: m[0].encode("unicode_escape").decode(), text)
-
-
-def one_line(text: str) -> str:
-    """The same without line breaks and tabs."""
-    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
+from toolr0_core.rng import fold
+from toolr0_core.schema import Failure, Tool
 
 
 class TextStream:
@@ -104,25 +43,86 @@ class TextStream:
         return piece
 
 
-def shown_tool(tool: Tool) -> str:
-    """book_hotel(city: string, [nights: integer])  Books a room"""
-    parameters = [(f"{name}: {schema.get('type', 'string')}", name in tool.required) for name, schema in tool.parameters.items()]
-    return one_line(f"{tool.name}({', '.join(p if needed else f'[{p}]' for p, needed in parameters)})  {tool.description}".rstrip())
+@dataclass
+class Chat:
+    """A conversation with one model: how a message is laid out, what was said before, the answer as it comes.
 
+    With a menu the first message is the Solver's prompt of training; where the chat remembers, earlier turns stand before
+    the last one, as worked examples do.
+    """
 
-def shown_call(call: ToolCall) -> str:
-    """book_hotel(city="Oslo", nights=3)"""
-    arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call.arguments.items())
-    return one_line(f"{call.name}({arguments})")
+    sampler: Any
+    tokenizer: Any
+    config: Config
+    system: str = ""  # in place of the layout's own
+    asked: int = 0  # messages so far: each is sampled from a stream of its own
 
+    def begin(self, menu: Sequence[Tool], remembers: bool, params: Any) -> None:
+        """A new conversation with this menu and these sampling parameters; remembers: earlier turns stay in the prompt."""
+        self.menu, self.remembers, self.params = tuple(menu), remembers, params
+        self.turns: list[dict[str, str]] = []
 
-def problems(call: ToolCall, menu: Sequence[Tool]) -> list[str]:
-    """What keeps this call from being made."""
-    tool = next((t for t in menu if t.name == call.name), None)
-    if tool is None:
-        return ["not in the menu"]
-    return ([f"lacks {one_line(name)}" for name in tool.required if name not in call.arguments]
-            + [f"has no parameter {one_line(name)}" for name in call.arguments if name not in tool.parameters])
+    @property
+    def prefix(self) -> str:
+        """What is written for the model at the start of its answer."""
+        return prompts.answer_prefix(self.config.prompts, "solver") if self.menu else ""
+
+    def messages(self, message: str) -> list[dict[str, str]]:
+        """The conversation up to this message."""
+        layout = [{"role": "user", "content": message}]
+        if self.menu:
+            layout = prompts.solver_messages(message, self.menu, self.config.prompts)
+        if self.system:
+            layout = [{"role": "system", "content": self.system}, *(m for m in layout if m["role"] != "system")]
+        return [*layout[:-1], *self.turns, layout[-1]]
+
+    def ask(self, message: str, emit: Callable[[str], None]) -> dict[str, Any]:
+        """The answer as --json has it; its text goes to `emit` piece by piece, and Ctrl-C ends it.
+
+        Raises ValueError where there is no room for an answer.
+        """
+        messages = self.messages(message)
+        ids = self.tokenizer.render(messages, prefix=self.prefix)
+        room = self.room(len(ids))
+        params = replace(self.params, seed=fold(self.params.seed, self.asked),
+                         max_new_tokens=min(self.params.max_new_tokens, room))
+        stops, tokens, finish = set(params.stop_token_ids), [], "interrupted"
+        stream = TextStream(lambda tokens: self.tokenizer.decode([t for t in tokens if t not in stops]))
+
+        def take(request: int, sample: int, token: int) -> None:
+            tokens.append(token)
+            emit(stream.push(token))
+
+        try:
+            emit(self.prefix)
+            finish = self.sampler.generate([ids], [params], on_token=take)[0][0].finish_reason
+        except KeyboardInterrupt:
+            pass
+        emit(stream.rest())
+        self.asked += 1
+        text = self.prefix + stream.text
+        if self.remembers and stream.text:
+            self.turns += [messages[-1], {"role": "assistant", "content": text}]
+        return {"asked": message, "prefix": self.prefix, "text": text, "token_ids": tokens, "finish_reason": finish,
+                "out_of_room": finish == "length" and params.max_new_tokens == room} | self.calls(text)
+
+    def room(self, length: int) -> int:
+        """Tokens that an answer may have after a prompt of this length."""
+        positions = self.sampler.model.config.max_position_embeddings
+        if length < positions:
+            return positions - length
+        what, remedy = ("conversation", "type /reset to begin again") if self.turns else ("message", "shorten it")
+        raise ValueError(f"the {what} takes {length:,} tokens{' with its menu' * bool(self.menu)}, and the model has "
+                         f"{positions:,} positions, so there is no room for an answer; {remedy}")
+
+    def calls(self, text: str) -> dict[str, Any]:
+        """The calls in an answer, or why there are none, where there is a menu."""
+        if not self.menu:
+            return {}
+        found = parse_calls(text)
+        if isinstance(found, Failure):
+            return {"failure": {"reason": found.reason, "detail": found.detail}}
+        return {"calls": [call.to_json() | {"problems": problems(call, self.menu)} for call in found]}
 
 
 # -- whose prompts a model knows ---------------------------------------------------------------------------------------
@@ -169,11 +169,11 @@ def read_run(run: Path) -> Config:
     path = run / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        config = replace(PRESETS[raw["preset"]](), prompts=PromptConfig(**raw["prompts"]), sampler=SamplerConfig(**raw["sampler"]),
-                         rewards=RewardConfig(**raw["rewards"]), generator=PhaseConfig(**raw["generator"]),
-                         solver=PhaseConfig(**raw["solver"]))
+        config = replace(
+            PRESETS[raw["preset"]](), prompts=PromptConfig(**raw["prompts"]), sampler=SamplerConfig(**raw["sampler"]),
+            generator=PhaseConfig(**raw["generator"]), solver=PhaseConfig(**raw["solver"]))
         validate(config)
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is no settings of a run ({type(error).__name__}: {error}); put the file back as it was, or give "
-                         f"--model another directory") from None
+        raise ValueError(f"{path} does not hold a run's settings ({type(error).__name__}: {error}); put the file back as it was, "
+                         f"or give --model another directory") from None
     return config
