@@ -10,8 +10,15 @@ import os
 import signal
 import sys
 
+
+def stop_at_once(*_) -> None:
+    """Ctrl-C until there is an answer to stop."""
+    os.write(2, b"\n")
+    os._exit(130)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until there is an answer to stop
+    signal.signal(signal.SIGINT, stop_at_once)
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -101,7 +108,7 @@ def answer(chat: Chat, message: str) -> dict[str, Any]:
     if turn.get("calls") == []:
         print("no calls: the answer is an empty list")
     if "failure" in turn:
-        print(f"no calls: {one_line(' | '.join(filter(None, turn['failure'].values())))}")
+        print(f"no calls: {one_line(': '.join(filter(None, turn['failure'].values())))}")
     sys.stdout.flush()
     if turn["finish_reason"] == "interrupted":
         say("(stopped)")
@@ -112,9 +119,17 @@ def answer(chat: Chat, message: str) -> dict[str, Any]:
     return turn
 
 
+def keep(own: argparse.Namespace, turns: list[dict[str, Any]]) -> None:
+    """Writes --json, one line a turn."""
+    if own.json:
+        rows = ",\n".join(map(json.dumps, turns))
+        Path(own.json).write_text(f'{{"model": {json.dumps(own.model)}, "turns": [\n{rows}\n]}}\n')
+
+
 def talk(chat: Chat, own: argparse.Namespace) -> int:
     """The session; the exit status."""
     turns, status, person = [], 0, sys.stdin.isatty() and own.message is None
+    keep(own, turns)
     for line in messages(own):
         if not line.strip():
             continue
@@ -129,9 +144,7 @@ def talk(chat: Chat, own: argparse.Namespace) -> int:
             say(f"error: {error}")
             status = 0 if person else 1
             continue
-        if own.json:
-            rows = ",\n".join(map(json.dumps, turns))
-            Path(own.json).write_text(f'{{"model": {json.dumps(own.model)}, "turns": [\n{rows}\n]}}\n')
+        keep(own, turns)
         if turns[-1]["finish_reason"] == "interrupted" and not person:
             return 130
     return status
@@ -166,7 +179,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=list(PRESETS), default="")
     add("history", "keep earlier turns in the prompt [true; with a menu false: the Solver is trained on single questions]",
         metavar="true|false", type=FLAG)
-    add("temperature", f"0: greedy [{PLAIN_TEMPERATURE}; with a menu 0, as in the greedy evaluation]", metavar="X", type=NUMBER)
+    add("temperature", f"0: greedy [{PLAIN_TEMPERATURE}; with a menu 0, as the greedy figures]", metavar="X", type=NUMBER)
     add("top_p", "nucleus [1]", metavar="X", type=NUMBER, default=1.0)
     add("top_k", "0: off [0]", metavar="N", type=WHOLE, default=0)
     add("max_new_tokens", f"length limit of an answer [{PLAIN_TOKENS}; with a menu the Solver's]", metavar="N", type=WHOLE,
@@ -178,6 +191,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     own = parser.parse_args(argv)
     if own.model is None:
         raise ValueError(f"--model is missing; give a directory, or a preset: {', '.join(PRESETS)}")
+    if own.message is not None and not own.message.strip():
+        raise ValueError(f"--message is {own.message!r}; give it a text")
     for name, holds, rule in RULES:
         if not holds(getattr(own, name)):
             raise ValueError(f"--{name} is {getattr(own, name)}; it has to be {rule}")

@@ -174,6 +174,6 @@ def read_run(run: Path) -> Config:
             generator=PhaseConfig(**raw["generator"]), solver=PhaseConfig(**raw["solver"]))
         validate(config)
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} does not hold a run's settings ({type(error).__name__}: {error}); put the file back as it was, "
-                         f"or give --model another directory") from None
+        raise ValueError(f"{path} does not hold a run's settings ({type(error).__name__}: {error}); put the file back as it "
+                         f"was, or give --model another directory") from None
     return config

@@ -26,20 +26,20 @@ def read_menu(path: Path) -> tuple[Tool, ...]:
         entries = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"--tools {path} cannot be read ({why}); give a JSON file with a list of tools") from None
+        raise ValueError(f"menu {path} cannot be read ({why}); give a JSON file with a list of tools") from None
     if not isinstance(entries, list) or not entries:
         what = "an empty list" if entries == [] else f"a {type(entries).__name__}"
-        raise ValueError(f"--tools {path} holds {what}; it has to be a JSON list of one tool or more; {A_TOOL}")
+        raise ValueError(f"menu {path} holds {what}; it has to be a JSON list of one tool or more; {A_TOOL}")
     tools = []
     for number, entry in enumerate(entries, 1):
         tool = _read_tool(entry)
         if isinstance(tool, str):
-            raise ValueError(f"--tools {path}, entry {number}: {tool}; {A_TOOL}")
+            raise ValueError(f"menu {path}, entry {number}: {tool}; {A_TOOL}")
         tools.append(tool)
     name, times = Counter(tool.name for tool in tools).most_common(1)[0]
     if times > 1:
         numbers = [str(i) for i, tool in enumerate(tools, 1) if tool.name == name]
-        raise ValueError(f"--tools {path}, entries {', '.join(numbers)} are all named {name[:40]!a}; give each a name of its own")
+        raise ValueError(f"menu {path}, entries {', '.join(numbers)} are all named {name[:40]!a}; each needs a name of its own")
     return tuple(tools)
 
 
