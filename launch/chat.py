@@ -166,7 +166,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
                             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=110))
 
     def add(name: str, help: str, **more) -> None:
-        parser.add_argument(f"--{name}", *([f"--{name.replace('_', '-')}"] if "_" in name else []), dest=name, help=help, **more)
+        other = [f"--{name.replace('_', '-')}"] if "_" in name else []
+        parser.add_argument(f"--{name}", *other, dest=name, help=help, **more)
 
     add("model", f"a model's directory, a run's, or a preset: {', '.join(PRESETS)}", metavar="DIR|PRESET")
     add("tools", "a menu: JSON file with a list of tools, in this project's form or OpenAI's", metavar="FILE", type=Path)
@@ -249,10 +250,10 @@ def main(argv: list[str]) -> int:
             from toolr0_core.rundir import check_file
 
             check_file("--json", Path(own.json))
-        for stream in (sys.stdin, sys.stdout, sys.stderr):
-            stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
         chat = load(own)
         begin(chat, own, menu)
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return talk(chat, own)
     except BrokenPipeError:  # whoever read the answers has gone
