@@ -144,6 +144,10 @@ def talk(chat: Chat, own: argparse.Namespace) -> int:
             say(f"error: {error}")
             status = 0 if person else 1
             continue
+        except KeyboardInterrupt:  # just when the answer had ended
+            if not person:
+                raise
+            continue
         keep(own, turns)
         if turns[-1]["finish_reason"] == "interrupted" and not person:
             return 130
