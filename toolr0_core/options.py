@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], description: str, add: Any = None) -> tuple[Confi
         group = dotted.split(".")[0] if "." in dotted else "run"
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(f"--{dotted}", *_spellings(dotted), dest=dotted, type=_reader(value), metavar=_kind(value),
+        groups[group].add_argument(f"--{dotted}", *_spellings(dotted), dest=dotted, type=reader(value), metavar=_kind(value),
                                    default=argparse.SUPPRESS, help=f"{text} [{_shown(value)}]".replace("%", "%%"))
     given = vars(parser.parse_args(argv))
     dotted_names = set(leaves(base))
@@ -96,7 +96,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def _reader(value: Any) -> Callable[[str], Any]:
+def reader(value: Any) -> Callable[[str], Any]:
     """What turns an option's text into a value of this setting's type."""
     def whole(text: str) -> int:
         try:
