@@ -223,8 +223,8 @@ def load(own: argparse.Namespace) -> Chat:
 
 def begin(chat: Chat, own: argparse.Namespace, menu: tuple[Tool, ...]) -> None:
     """A new conversation, with the defaults that go with this menu."""
-    from toolr0_core.draw import SamplingParams
     from toolr0_core.roles import ANSWER_END
+    from toolr0_core.sampling_params import SamplingParams
 
     limit, temperature = (new_tokens(chat.config, own.role or "solver"), 0.0) if menu else (PLAIN_TOKENS, PLAIN_TEMPERATURE)
     chat.begin(menu, not menu if own.history is None else own.history, SamplingParams(

@@ -40,13 +40,13 @@ class _Block:
 class PackedAttention:
     """Scaled dot-product attention over packed segments, computed as few padded rectangles.
 
-    Segments without a prefix and segments with one make two rectangles, so prompts are never padded to completions.
+    Segments without a prefix are never padded to those with one, nor to a length that is more than a quarter greater.
     """
 
     def __init__(self, segments: Sequence[Segment], device: torch.device | str = "cpu"):
         plain = [s for s in segments if s.prefix is None]
         shared = [s for s in segments if s.prefix is not None]
-        self.blocks = [_block(group, device) for group in (plain, shared) if group]
+        self.blocks = [_block(group, device) for group in (*_alike(plain), shared) if group]
 
     def __call__(self, layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
         out_NHE = torch.zeros_like(q_NHE)
@@ -59,6 +59,16 @@ class PackedAttention:
                 enable_gqa=q_NHE.shape[1] != k_NKE.shape[1])
             out_NHE = out_NHE.index_copy(0, block.slot_M, out_SHQE.transpose(1, 2)[block.valid_SQ])
         return out_NHE
+
+
+def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Groups whose shortest segment has at least four fifths of the length of the longest."""
+    groups: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda s: s.length, reverse=True):
+        if not groups or segment.length < 0.8 * groups[-1][0].length:
+            groups.append([])
+        groups[-1].append(segment)
+    return groups
 
 
 def _block(segments: Sequence[Segment], device: torch.device | str) -> _Block:

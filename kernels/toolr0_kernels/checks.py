@@ -45,8 +45,9 @@ def per_row(rows: int, inputs: dict[str, Tensor | float | None]) -> None:
 def linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> None:
     fits = x.ndim >= 1 and weight_FD.ndim == 2 and x.shape[-1] == weight_FD.shape[1]
     if not fits or (bias_F is not None and bias_F.shape != weight_FD.shape[:1]):
-        raise ValueError(f"x is {_shape(x)}, weight {_shape(weight_FD)} and bias {bias_F if bias_F is None else _shape(bias_F)}; "
-                         f"they have to be [..., D], [F, D] and [F] or None")
+        bias = bias_F if bias_F is None else _shape(bias_F)
+        raise ValueError(f"x is {_shape(x)}, weight {_shape(weight_FD)} and bias {bias}; they have to be [..., D], [F, D] and "
+                         f"[F] or None")
     if x.dtype != weight_FD.dtype:
         raise ValueError(f"x is {x.dtype} and weight {weight_FD.dtype}; they have to be of one dtype")
 
@@ -107,14 +108,15 @@ def pages(k_PKBE: Tensor, table_SM: Tensor, length_S: Tensor) -> None:
 def write(k_SKE: Tensor, v_SKE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, page_S: Tensor, offset_S: Tensor) -> None:
     fits = k_SKE.ndim == 3 and k_PKBE.ndim == 4 and k_SKE.shape[1:] == (k_PKBE.shape[1], k_PKBE.shape[3])
     if not fits or v_SKE.shape != k_SKE.shape or k_PKBE.shape != v_PKBE.shape:
-        raise ValueError(f"keys are {_shape(k_SKE)}, values {_shape(v_SKE)} and the caches {_shape(k_PKBE)} and {_shape(v_PKBE)}; "
-                         f"they have to be twice [S, K, E] and twice [pages, K, B, E]")
-    if not k_SKE.dtype == v_SKE.dtype == k_PKBE.dtype == v_PKBE.dtype or not (k_PKBE.is_contiguous() and v_PKBE.is_contiguous()):
+        raise ValueError(f"keys are {_shape(k_SKE)}, values {_shape(v_SKE)} and the caches {_shape(k_PKBE)} and "
+                         f"{_shape(v_PKBE)}; they have to be twice [S, K, E] and twice [pages, K, B, E]")
+    one_dtype = k_SKE.dtype == v_SKE.dtype == k_PKBE.dtype == v_PKBE.dtype
+    if not one_dtype or not (k_PKBE.is_contiguous() and v_PKBE.is_contiguous()):
         raise ValueError(f"keys are {k_SKE.dtype} and the caches {k_PKBE.dtype}; they have to be of one dtype, and the caches "
                          f"contiguous")
     if not page_S.shape == offset_S.shape == k_SKE.shape[:1] or not page_S.dtype == offset_S.dtype == torch.int64:
-        raise ValueError(f"pages are {_shape(page_S)} of {page_S.dtype} and offsets {_shape(offset_S)} of {offset_S.dtype}; they "
-                         f"have to be int64, [{len(k_SKE)}]")
+        raise ValueError(f"pages are {_shape(page_S)} of {page_S.dtype} and offsets {_shape(offset_S)} of {offset_S.dtype}; "
+                         f"they have to be int64, [{len(k_SKE)}]")
     _one_device(keys=k_SKE, values=v_SKE, key_cache=k_PKBE, value_cache=v_PKBE, page=page_S, offset=offset_S)
 
 

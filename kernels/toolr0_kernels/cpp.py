@@ -16,7 +16,7 @@ from toolr0_kernels.chunked import LinearLogprob
 
 try:
     import toolr0_kernels._C  # noqa: F401  registers torch.ops.toolr0
-    problem = None
+    problem = None if hasattr(torch.ops.toolr0, "linear") else "they are older than the sources"
 except ImportError as error:
     problem = str(error)
 
