@@ -97,7 +97,7 @@ class SamplerConfig:
 
     max_new_tokens: int = option(2048, "length limit of a completion")
     max_sequences: int = option(256, "sequences decoded at once on a rank")
-    kv_gib: float = option(0.0, "memory for keys and values in GiB; 0: what fits")
+    kv_gib: float = option(0.0, "memory for keys and values in GiB; 0: nine tenths of what is free")
     temperature: float = option(1.0, "temperature of rollouts")
     top_p: float = option(1.0, "nucleus of rollouts")
     top_k: int = option(0, "top-k of rollouts; 0: off")

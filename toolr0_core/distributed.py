@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from toolr0_core.model import Model
+from toolr0_core.packing import deal
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,17 @@ class World:
     def main(self) -> bool:
         return self.rank == 0
 
-    def map_shards(self, work: Callable[[list], list], items: Sequence[Any]) -> list[Any]:
-        """work(items), each rank doing its share; all results, in the order of items, on every rank."""
+    def map_shards(self, work: Callable[[list], list], items: Sequence[Any],
+                   cost: Callable[[Any], float] = lambda item: 1.0) -> list[Any]:
+        """work(items), each rank doing its share of the cost; all results, in the order of items, on every rank."""
         if self.size == 1:
             return work(list(items)) if items else []
-        mine = list(items)[self.rank:: self.size]
+        places = deal([cost(item) for item in items], self.size)
+        mine = [items[i] for i in places[self.rank]]
         shares: list[Any] = [None] * self.size
         dist.all_gather_object(shares, work(mine) if mine else [])
-        out: list[Any] = [None] * len(items)
-        for rank, share in enumerate(shares):
-            out[rank:: self.size] = share
-        return out
+        done = {i: result for place, share in zip(places, shares) for i, result in zip(place, share, strict=True)}
+        return [done[i] for i in range(len(items))]
 
     def sum_dict(self, values: dict[str, Tensor]) -> dict[str, float]:
         """Sums over ranks, in one reduction and one host read; every rank has the same names."""

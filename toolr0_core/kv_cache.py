@@ -22,6 +22,7 @@ from torch import Tensor
 from toolr0_core.attention import PackedAttention, Segment
 from toolr0_core.model import Attend, ModelConfig
 
+PAGE_SIZE = 64  # tokens
 GATHERED_TOKENS = 1 << 16  # of keys that one attention over earlier pages copies out of them
 
 

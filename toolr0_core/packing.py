@@ -75,11 +75,17 @@ def make_rows(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[i
 
 def spread(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     """Rows dealt to ranks, longest first to the rank with the fewest tokens; the same answer on every rank."""
-    loads, shares = [0] * ranks, [[] for _ in range(ranks)]
-    for row in sorted(rows, key=lambda r: (-r.tokens, r.members)):
+    ordered = sorted(rows, key=lambda r: (-r.tokens, r.members))
+    return [[ordered[i] for i in share] for share in deal([row.tokens for row in ordered], ranks)]
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices dealt to ranks, the dearest first to the rank with the least so far; the same answer on every rank."""
+    loads, shares = [0.0] * ranks, [[] for _ in range(ranks)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = loads.index(min(loads))
-        loads[rank] += row.tokens
-        shares[rank].append(row)
+        loads[rank] += costs[i]
+        shares[rank].append(i)
     return shares
 
 

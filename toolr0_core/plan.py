@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 from toolr0_core import prompts, specs
 from toolr0_core.config import Config
 from toolr0_core.evaluation.heldout import Row
-from toolr0_core.kv_cache import bytes_per_token
+from toolr0_core.kv_cache import PAGE_SIZE, bytes_per_token
 from toolr0_core.model import Model, ModelConfig
 from toolr0_core.presets import check_budget, new_tokens
 from toolr0_core.prompts import GENERATOR_EXAMPLES
@@ -81,12 +82,13 @@ def memory(config: Config, source: Path, world: int, prompt_tokens: int) -> list
     """Per rank: two sampling models, fp32 master weights with Adam's moments and gradients over the ranks, keys and values."""
     architecture = read_config(source)
     count, dtype, sharded = _size(config, architecture, world)
+    s = config.sampler
+    tokens = s.max_sequences * (prompt_tokens // max(config.grpo.group_size, 1) + s.max_new_tokens + PAGE_SIZE)
     parts = {
         "two models that sample": 2 * count * dtype.itemsize,
         "KL reference": count * dtype.itemsize if config.grpo.beta else 0,
         "master weights, gradients, Adam": (16 if sharded else 12) * count // world,
-        "keys and values": bytes_per_token(architecture, dtype) * config.sampler.max_sequences * (
-            prompt_tokens // max(config.grpo.group_size, 1) + config.sampler.max_new_tokens),
+        "keys and values": min(bytes_per_token(architecture, dtype) * tokens, (s.kv_gib or math.inf) * 2**30),
         "activations and logits": config.grpo.micro_batch_tokens * dtype.itemsize * (
             architecture.num_hidden_layers * (12 * architecture.hidden_size + 4 * architecture.intermediate_size))
         + 3 * 4 * min(config.grpo.micro_batch_tokens * architecture.vocab_size, 2**28 // 4)}

@@ -6,6 +6,7 @@ the same run draws the same numbers on one rank or on eight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from toolr0_core.schema import Completion, Prompt, Task, TaskSpec, ToolCall
 from toolr0_core.specs import Domain
 from toolr0_core.tokenizer import Tokenizer
 
+Request = tuple[list[int], SamplingParams]
 ANSWER_END = "</tool_call_answer>"
 
 
@@ -89,9 +91,14 @@ class Player:
         base = replace(base, **changes)
         requests = [(list(p.token_ids), replace(base, seed=fold(self.config.seed, purpose.iteration, purpose.name,
                                                                 purpose.step, i))) for i, p in enumerate(asked)]
-        return self.world.map_shards(self._generate, requests)
+        parts = _parts(requests, self.world.size)
+        drawn = self.world.map_shards(self._generate, [request for _, request in parts], _tokens)
+        out: list[list[Completion]] = [[] for _ in asked]
+        for (i, _), completions in zip(parts, drawn):
+            out[i] += completions
+        return out
 
-    def _generate(self, requests: list[tuple[list[int], SamplingParams]]) -> list[list[Completion]]:
+    def _generate(self, requests: list[Request]) -> list[list[Completion]]:
         return self.sampler.generate([ids for ids, _ in requests], [params for _, params in requests])
 
     def text(self, completion: Completion) -> str:
@@ -117,3 +124,17 @@ class Player:
         return [rewards.judge_score(group[0].text or "") for group in drawn]
 
 
+def _tokens(request: Request) -> int:
+    """What a request costs at its full length."""
+    return len(request[0]) + request[1].n * request[1].max_new_tokens
+
+
+def _parts(requests: Sequence[Request], ranks: int) -> list[tuple[int, Request]]:
+    """Requests with their indices, the samples of a large one in several parts, where too few requests would leave ranks idle:
+    none is more than about half of what a rank has to do."""
+    fair, parts = sum(map(_tokens, requests)) / ranks, []
+    for i, (ids, params) in enumerate(requests):
+        count = 1 if ranks == 1 else min(params.n, math.ceil(2 * _tokens((ids, params)) / fair))
+        ends = [params.n * k // count for k in range(count + 1)]
+        parts += [(i, (ids, replace(params, n=b - a, first=a))) for a, b in zip(ends, ends[1:])]
+    return parts

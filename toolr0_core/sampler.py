@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from toolr0_core.batch import Batch
-from toolr0_core.kv_cache import PagePool, Span, bytes_per_token
+from toolr0_core.kv_cache import PAGE_SIZE, PagePool, Span, bytes_per_token
 from toolr0_core.model import Model
 from toolr0_core.rng import fold
 from toolr0_core.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ class Sampler:
     """
 
     def __init__(self, model: Model, tokenizer=None, kv_gib: float | None = None, max_sequences: int | None = None,
-                 page_size: int = 64):
+                 page_size: int = PAGE_SIZE):
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; a page holds at least 1 token")
         self.model, self.tokenizer, self.page_size = model, tokenizer, page_size
@@ -178,8 +178,8 @@ class Sampler:
             have = f"sampler.kv_gib is {self.kv_gib:g}" if self.kv_gib else f"{budget / 2**30:.3g} GiB are free"
             raise ValueError(
                 f"request {index}: a prompt of {len(prompt)} tokens and {p.n} x {p.max_new_tokens} new ones need {full} shared "
-                f"and {p.n} x {own} pages of {self.page_size} tokens and a spare one, {need * self.page_bytes / 2**30:.3g} GiB of "
-                f"keys and values, and {have}; ask for less or make room")
+                f"and {p.n} x {own} pages of {self.page_size} tokens and a spare one, {need * self.page_bytes / 2**30:.3g} GiB "
+                f"of keys and values, and {have}; ask for less or make room")
 
     def _allocate(self, requests: Sequence[_Request], budget: float) -> None:
         """Pages and columns for these requests; those of the last call where they do."""
@@ -317,8 +317,8 @@ class _Run:
         row.record = self.records.pop()
         self.rows.append(row)
         self.batch.add(row.pages, p.stop_token_ids, token=row.last, length=row.length, drawn=len(row.tokens),
-                       limit=p.max_new_tokens, seed=fold(p.seed, row.sample), temperature=p.temperature, top_k=p.top_k,
-                       top_p=p.top_p, record=row.record)
+                       limit=p.max_new_tokens, seed=fold(p.seed, p.first + row.sample), temperature=p.temperature,
+                       top_k=p.top_k, top_p=p.top_p, record=row.record)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; seed names the stream."""
+    """How one request is sampled. temperature 0 is greedy; top_k 0 and top_p 1 are off; seed names the stream.
+
+    first: the number of the first of the n samples, for a request whose samples are drawn in several places.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -17,6 +20,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    first: int = 0
 
     def __post_init__(self):
         for name, ok, rule in (("n", self.n >= 1, "at least 1"), ("temperature", self.temperature >= 0, "0 or more"),

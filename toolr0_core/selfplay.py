@@ -54,6 +54,8 @@ class SelfPlay:
         self._restore()
         while self.position.iteration <= self.config.iterations:
             getattr(self, f"{PHASES[self.position.phase]}_phase")()
+            for player in self.players.values():
+                player.sampler.release()
             self.position, self.optimizer = self.position.next_phase(), {}
             self._save()
         return self.summary()
