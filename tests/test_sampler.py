@@ -9,7 +9,7 @@ from scipy_free import chi_square_p
 from toolr0_kernels.reference import truncate
 
 from toolr0_core import sampler
-from toolr0_core.kv_cache import KVCache
+from toolr0_core.kv_cache import PagePool
 from toolr0_core.model import load
 from toolr0_core.rng import fold
 from toolr0_core.sampler import Sampler, SamplingParams
@@ -109,30 +109,37 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(tiny):
             SamplingParams(**bad)
 
 
+def page_bytes(page_size):
+    return page_size * 2 * 2 * 2 * 12 * 4  # keys and values, layers, heads, their size, bytes
+
+
 def test_a_memory_budget_only_makes_more_waves(tiny):
     model, prompts = tiny(), prompts_of(5, 6, 7)
     params = SamplingParams(n=2, max_new_tokens=6)
-    need = (7 + 2 * 6) * 2 * 2 * 2 * 12 * 4
-    small, whole = Sampler(model, kv_gib=need / 2**30), Sampler(model)
+    small, whole = Sampler(model, kv_gib=6 * page_bytes(4) / 2**30, page_size=4), Sampler(model)  # 1 shared, 2 each, page 0
     ids = lambda sampler: [[c.token_ids for c in g] for g in sampler.generate(prompts, params)]  # noqa: E731
     assert ids(small) == ids(whole)
+    assert small.stats.peak_pages == 5 and small.stats.slots == 6 and small.stats.utilisation < 0.5
+    small.kv_gib *= 0.99
+    with pytest.raises(ValueError, match="request 0: .* 1 [+] 2 x 2 pages of 4 tokens"):
+        small.generate(prompts, params)
 
 
 @torch.no_grad()
 def test_keys_and_values_never_take_more_than_the_budget(tiny, monkeypatch):
-    model, sizes, rows = tiny(), [], []
-    rebuild = KVCache.rebuild
+    model, sizes = tiny(), []
+    make = PagePool.__init__
 
-    def watched(cache, *args):
-        rebuild(cache, *args)
-        sizes.append(sum(x.nbytes for x in (*cache.prompt_k, *cache.prompt_v, *cache.k, *cache.v)))
-        rows.append(len(cache.group))
-    monkeypatch.setattr(KVCache, "rebuild", watched)
+    def watched(pool, *args):
+        make(pool, *args)
+        sizes.append(pool.k_LPKBE.nbytes + pool.v_LPKBE.nbytes)
+    monkeypatch.setattr(PagePool, "__init__", watched)
     params = [SamplingParams(n=3, max_new_tokens=m, seed=m) for m in (40, 5, 11, 90, 33, 2, 64, 8) * 3]
-    budget = 2 * (9 + 3 * 90) * 2 * 2 * 2 * 12 * 4
-    Sampler(model, kv_gib=budget / 2**30).generate(prompts_of(*[5 + i % 5 for i in range(24)]), params)
-    assert max(sizes) <= budget < 4 * max(sizes)  # used, and not exceeded
-    assert len(set(rows)) > 3
+    budget = 1e6
+    sampler = Sampler(model, kv_gib=budget / 2**30, page_size=8)
+    sampler.generate(prompts_of(*[5 + i % 5 for i in range(24)]), params)
+    assert sum(sizes) <= budget and sampler.stats.page_bytes == page_bytes(8)
+    assert 0.9 * budget < sampler.stats.peak_kv_bytes < budget and sampler.pages_in_use == 0
 
 
 def test_no_requests_give_no_completions(tiny):
@@ -194,7 +201,7 @@ def test_a_prompt_is_read_once_for_all_its_samples(tiny):
     model, seen = tiny(), []
     model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
     Sampler(model).generate(prompts_of(20, 10), SamplingParams(n=8, max_new_tokens=3))
-    assert seen == [30, 16, 16]
+    assert seen == [28, 16, 16, 16]  # the last token of a prompt is every sample's first step
 
 
 @torch.no_grad()
@@ -203,7 +210,7 @@ def test_ended_rows_leave_and_cost_no_more(tiny):
     model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
     params = [SamplingParams(n=4, max_new_tokens=m) for m in (2, 2, 2, 30)]
     Sampler(model).generate(prompts_of(5, 5, 5, 5), params)
-    assert seen == [20, 16] + [4] * 28
+    assert seen == [16] + [16] * 2 + [4] * 28
 
 
 def test_bf16_stays_near_fp32(tiny):

@@ -1,26 +1,28 @@
-"""Keys and values of the sequences being sampled: each prompt's once, each sample's own in a rectangle behind it.
+"""Keys and values of the sequences being sampled, in pages that sequences share.
 
-Shape suffixes: R groups (a prompt and its samples), P padded prompt length, S running sequences (rows), C columns,
-n most rows of a group, K key/value heads, G query heads per key head, E head size, N packed tokens.
+A page holds B tokens of one sequence in every layer. It counts its users: the samples of a prompt use the prompt's full pages
+together, and so do prompts that begin alike. A page that nobody uses any more keeps its contents until it is needed for others,
+and a prompt that begins with the same tokens finds it again, until `forget`.
 
-All rows write at the same column, whatever their age: a row knows the column where its own tokens start, and a bias hides
-what is before. So a step writes one slice, rows may join and leave at any time, and positions do not matter, since
-rotary embeddings are in the keys already. Rows of a group read the prompt's keys in one matrix product; their own keys
-are a second one, and one softmax runs over both.
-
-Attention reads the whole rectangle, columns that are still empty too: out of main memory, a batched product of contiguous
-matrices is three times as fast as one of slices (measured on a CPU). So the rectangle grows by small steps.
+Shape suffixes: L layers, P pages of B tokens, S running sequences, M pages a sequence, N packed tokens, R spans, Q / T padded
+query / key length, H query heads, K key/value heads, E head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from toolr0_kernels import decode_attention
 from torch import Tensor
 
 from toolr0_core.attention import PackedAttention, Segment
 from toolr0_core.model import Attend, ModelConfig
+
+GATHERED_TOKENS = 1 << 16  # of keys that one attention over earlier pages copies out of them
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -28,123 +30,168 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
 
-class KVCache:
-    """`rebuild` lets rows leave and groups join, `prefill` fills their prompts, `decode` and `advance` make a step."""
+@dataclass(frozen=True)
+class Span:
+    """Tokens that go on from `start` tokens which are in these pages already; the pages have room for them."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype):
-        self.device, self.columns = torch.device(device), 0  # columns: how many hold keys
-        self.lengths: list[int] = []  # of each group's prompt
-        self.group: list[int] = []  # of each row
-        self.start: list[int] = []  # of each row: the column of its first own token
-        K, E, layers = config.num_key_value_heads, config.head_dim, range(config.num_hidden_layers)
-        self.prompt_k, self.prompt_v, self.k, self.v = (
-            [torch.empty(0, K, 0, E, device=device, dtype=dtype) for _ in layers] for _ in range(4))
+    pages: Sequence[int]
+    start: int
+    tokens: Sequence[int]
+
+
+class PagePool:
+    """Pages of keys and values, and who uses them. Page 0 is nobody's: rows without a sequence write there."""
+
+    def __init__(self, config: ModelConfig, pages: int, page_size: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.num_hidden_layers, pages, config.num_key_value_heads, page_size, config.head_dim)
+        self.k_LPKBE, self.v_LPKBE = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))  # zeros: never NaN
+        self.pages, self.page_size, self.device, self.dtype = pages, page_size, device, dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody uses anything, and what the pages hold is forgotten."""
+        self.users = [0] * self.pages
+        self.blank = list(range(self.pages - 1, 0, -1))  # unused, of no interest; the last one is taken next
+        self.idle: OrderedDict[int, None] = OrderedDict()  # unused, with contents that can be found; the oldest goes first
+        self.page_of: dict[bytes, int] = {}  # all tokens from the start of a prompt to the end of a page -> that page
+        self.key_of: dict[int, bytes] = {}
 
     @property
-    def full(self) -> bool:
-        return self.columns == self.k[0].shape[2]
+    def spare(self) -> int:
+        """How many pages can be taken."""
+        return len(self.blank) + len(self.idle)
 
-    def rebuild(self, rows: Sequence[int], lengths: Sequence[int], counts: Sequence[int], room: int) -> None:
-        """Keeps these rows (indices, ascending) and the groups they are of; appends groups of counts[i] rows, with
-        prompts of lengths[i] tokens that prefill has to fill; leaves room for this many more columns."""
-        groups = sorted({self.group[i] for i in rows})
-        first = min((self.start[i] for i in rows), default=self.columns)  # columns before it hide from every row
-        width = self.columns - first
-        place = {g: i for i, g in enumerate(groups)}
-        self.group = [place[self.group[i]] for i in rows]
-        self.group += [len(groups) + i for i, count in enumerate(counts) for _ in range(count)]
-        self.start = [self.start[i] - first for i in rows] + [width] * sum(counts)
-        self.lengths = [self.lengths[g] for g in groups] + list(lengths)
-        P = max(self.lengths, default=0)
-        for cache, index, shape, low, filled in (
-                (self.prompt_k, groups, (len(self.lengths), P), 0, P), (self.prompt_v, groups, (len(self.lengths), P), 0, P),
-                (self.k, rows, (len(self.group), width + room), first, width),
-                (self.v, rows, (len(self.group), width + room), first, width)):
-            index = torch.tensor(index, device=self.device, dtype=torch.long)
-            cache[:] = [_move(old, index, shape, low, filled) for old in cache]
-        self.columns = width
-        self._index()
+    @property
+    def in_use(self) -> int:
+        return self.pages - 1 - self.spare
 
-    def _index(self) -> None:
-        """Tensors of what the lists say: the bias of every row, and the rows' places in a rectangle of groups."""
-        lengths, starts = (torch.tensor(x) for x in ([self.lengths[g] for g in self.group], self.start))
-        self.P, C = self.prompt_k[0].shape[2], self.k[0].shape[2]
-        column_C = torch.arange(C)
-        own_SC = (column_C < starts[:, None]) | (column_C >= self.columns)
-        hidden_SC = torch.cat((torch.arange(self.P) >= lengths[:, None], own_SC), 1)
-        self.bias_S11C = torch.zeros(hidden_SC.shape).masked_fill(hidden_SC, -torch.inf)[:, None, None].to(self.device)
-        ranks, seen = [], [0] * len(self.lengths)
-        for g in self.group:
-            ranks.append(seen[g])
-            seen[g] += 1
-        self.n = max(seen, default=0)
-        slots = [g * self.n + rank for g, rank in zip(self.group, ranks)]
-        self.slot_S = None if len(slots) == len(seen) * self.n else torch.tensor(slots, device=self.device)
+    def take(self, n: int) -> list[int]:
+        """n pages with one user each; their contents are anything but NaN."""
+        taken = []
+        for _ in range(n):
+            if self.blank:
+                page = self.blank.pop()
+            else:
+                page, _ = self.idle.popitem(last=False)
+                del self.page_of[self.key_of.pop(page)]
+            self.users[page] = 1
+            taken.append(page)
+        return taken
 
-    def prefill(self, first: int, lengths: Sequence[int]) -> Attend:
-        """The `attend` for the packed prompts of groups first, first + 1, ..., which have these lengths."""
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        packed = PackedAttention([Segment(s, n) for s, n in zip(starts, lengths)], self.device)
-        group_N = torch.arange(first, first + len(lengths)).repeat_interleave(torch.tensor(lengths)).to(self.device)
-        token_N = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+    def use(self, pages: Iterable[int]) -> None:
+        """One more user of each."""
+        for page in pages:
+            if not self.users[page]:
+                del self.idle[page]
+            self.users[page] += 1
 
-        def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
-            self.prompt_k[layer].transpose(1, 2)[group_N, token_N] = k_NKE
-            self.prompt_v[layer].transpose(1, 2)[group_N, token_N] = v_NKE
-            return packed(layer, q_NHE, k_NKE, v_NKE)
+    def drop(self, pages: Iterable[int]) -> None:
+        """One user less of each."""
+        for page in pages:
+            self.users[page] -= 1
+            if self.users[page] < 0:
+                raise RuntimeError(f"page {page} of the KV cache is dropped by more users than it has")
+            if not self.users[page] and page in self.key_of:
+                self.idle[page] = None
+            elif not self.users[page]:
+                self.blank.append(page)
+
+    def remember(self, page: int, key: bytes) -> None:
+        """The page ends what `key` holds: every token from the start of the sequence on."""
+        self.page_of[key], self.key_of[page] = page, key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages of the longest known beginning; keys are of one page, of two, and so on."""
+        found = []
+        for key in keys:
+            if key not in self.page_of:
+                break
+            found.append(self.page_of[key])
+        return found
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """The contents of pages to others, one to one."""
+        source_C, target_C = (torch.tensor(x, device=self.device) for x in (source, target))
+        for cache_LPKBE in (self.k_LPKBE, self.v_LPKBE):
+            for cache_PKBE in cache_LPKBE:
+                cache_PKBE[target_C] = cache_PKBE[source_C]
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def _write(self, layer: int, page_N: Tensor, offset_N: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
+        self.k_LPKBE[layer][page_N, :, offset_N] = k_NKE
+        self.v_LPKBE[layer][page_N, :, offset_N] = v_NKE
+
+    def decode(self, page_S: Tensor, offset_S: Tensor, table_SM: Tensor, seen_S: Tensor) -> Attend:
+        """The `attend` of one new token for every row: it is written to its page, then the row sees `seen` tokens."""
+        def attend(layer: int, q_SHE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
+            self._write(layer, page_S, offset_S, k_SKE, v_SKE)
+            return decode_attention(q_SHE, self.k_LPKBE[layer], self.v_LPKBE[layer], table_SM, seen_S)
         return attend
 
-    def decode(self, layer: int, q_SHE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
-        """The `attend` of one new token for every row. Scores, weights and sums are fp32."""
-        k_SKCE, v_SKCE = self.k[layer], self.v[layer]
-        k_SKCE[:, :, self.columns], v_SKCE[:, :, self.columns] = k_SKE, v_SKE
-        if layer == 0:
-            self.bias_S11C[..., self.P + self.columns] = 0
-        q_SKGE = (q_SHE * q_SHE.shape[-1] ** -0.5).unflatten(1, (k_SKE.shape[1], -1))
-        shared = self._by_row(matmul_fp32(self._by_group(q_SKGE), self.prompt_k[layer].transpose(-1, -2)), q_SKGE)
-        scores_SKGC = torch.cat((shared, matmul_fp32(q_SKGE, k_SKCE.transpose(-1, -2))), -1)
-        scores_SKGC += self.bias_S11C
-        shared, own = scores_SKGC.softmax(-1).to(q_SHE.dtype).split((self.P, k_SKCE.shape[2]), -1)
-        out = self._by_row(matmul_fp32(self._by_group(shared), self.prompt_v[layer]), q_SKGE) + matmul_fp32(own, v_SKCE)
-        return out.to(q_SHE.dtype).flatten(1, 2)
+    def extend(self, spans: Sequence[Span]) -> Attend:
+        """The `attend` of the packed tokens of spans. One may begin with pages that another one of them fills: every layer
+        writes all keys before any are read."""
+        lengths = [len(s.tokens) for s in spans]
+        at = [sum(lengths[:i]) for i in range(len(spans))]
+        position_N = torch.cat([torch.arange(s.start, s.start + n) for s, n in zip(spans, lengths)])
+        page_N = torch.cat([torch.tensor(s.pages)[torch.arange(s.start, s.start + n) // self.page_size]
+                            for s, n in zip(spans, lengths)]).to(self.device)
+        offset_N = (position_N % self.page_size).to(self.device)
+        fresh = [Segment(a, n) for s, a, n in zip(spans, at, lengths) if not s.start]
+        packed = PackedAttention(fresh, self.device)
+        later = [_Later.of(part, self.page_size, self.device) for part in _parts(
+            [(s, a) for s, a in zip(spans, at) if s.start])]
 
-    def advance(self) -> None:
-        """The column that decode wrote in every layer now counts."""
-        self.columns += 1
-
-    def _by_group(self, x_SKGX: Tensor) -> Tensor:
-        """Rows gathered under their groups: [R, K, n * G, X], zeros where a group has fewer than n rows."""
-        R, shape = len(self.lengths), x_SKGX.shape[1:]
-        if self.slot_S is not None:
-            x_SKGX = x_SKGX.new_zeros(R * self.n, *shape).index_copy_(0, self.slot_S, x_SKGX)
-        return x_SKGX.view(R, self.n, *shape).transpose(1, 2).flatten(2, 3)
-
-    def _by_row(self, x_RKnX: Tensor, like_SKGX: Tensor) -> Tensor:
-        """The inverse: [S, K, G, X]."""
-        K, G = like_SKGX.shape[1:3]
-        x = x_RKnX.unflatten(2, (self.n, G)).transpose(1, 2).reshape(-1, K, G, x_RKnX.shape[-1])
-        return x if self.slot_S is None else x[self.slot_S]
+        def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
+            self._write(layer, page_N, offset_N, k_NKE, v_NKE)
+            out_NHE = packed(layer, q_NHE, k_NKE, v_NKE)
+            for part in later:
+                part(self.k_LPKBE[layer], self.v_LPKBE[layer], q_NHE, out_NHE)
+            return out_NHE
+        return attend
 
 
-def _move(old: Tensor, index: Tensor, shape: tuple[int, int], low: int, filled: int) -> Tensor:
-    """A cache of `shape` (rows, columns): first old's rows `index` from column low on, then empty rows. Zeros wherever a
-    masked column may be read: a weight of 0 times a value that happens to be NaN is NaN."""
-    if old.shape[0] == len(index) == shape[0] and old.shape[2] == shape[1] and low == 0:
-        return old  # nobody leaves, nobody joins
-    new = old.new_empty(shape[0], old.shape[1], shape[1], old.shape[3])
-    kept = old[:, :, low: low + filled]
-    kept = kept if len(index) == len(old) else kept.index_select(0, index)
-    new[: len(index), :, : kept.shape[2]] = kept
-    new[: len(index), :, kept.shape[2]:] = 0
-    new[len(index):] = 0
-    return new
+@dataclass(frozen=True)
+class _Later:
+    """Spans with earlier tokens, as rectangles: padded queries, all pages of each span, and the mask between them."""
+
+    table_RM: Tensor
+    query_RQ: Tensor  # places in the stream
+    mask_R1QT: Tensor
+    valid_RQ: Tensor
+    slot_X: Tensor  # the places of the valid queries
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[Span, int]], page_size: int, device: torch.device) -> _Later:
+        """Of spans and where their tokens begin in the stream."""
+        ends = [s.start + len(s.tokens) for s, _ in spans]
+        M = -(-max(ends) // page_size)
+        table_RM = torch.tensor([[*s.pages[:M], *[0] * (M - len(s.pages))] for s, _ in spans])
+        start_R1, length_R1, at_R1 = (torch.tensor(x)[:, None] for x in (
+            [s.start for s, _ in spans], [len(s.tokens) for s, _ in spans], [a for _, a in spans]))
+        query_1Q = torch.arange(int(length_R1.max()))[None]
+        valid_RQ = query_1Q < length_R1
+        query_RQ = torch.where(valid_RQ, at_R1 + query_1Q, at_R1)  # padded queries repeat a real token
+        mask_R1QT = (torch.arange(M * page_size) <= (start_R1 + query_1Q)[:, :, None])[:, None]
+        return cls(*(x.to(device) for x in (table_RM, query_RQ, mask_R1QT, valid_RQ, query_RQ[valid_RQ])))
+
+    def __call__(self, k_PKBE: Tensor, v_PKBE: Tensor, q_NHE: Tensor, out_NHE: Tensor) -> None:
+        k_RKTE, v_RKTE = (cache[self.table_RM].transpose(1, 2).flatten(2, 3) for cache in (k_PKBE, v_PKBE))
+        q_RHQE = q_NHE[self.query_RQ].transpose(1, 2)
+        out_RHQE = F.scaled_dot_product_attention(q_RHQE, k_RKTE, v_RKTE, attn_mask=self.mask_R1QT,
+                                                  enable_gqa=q_RHQE.shape[1] != k_RKTE.shape[1])
+        out_NHE[self.slot_X] = out_RHQE.transpose(1, 2)[self.valid_RQ]
 
 
-def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for matrices or equal batches of them, with an fp32 result whatever the dtype of the two."""
-    if a.dtype == torch.float32:
-        return a @ b
-    if a.is_cuda:
-        flat = torch.bmm(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), out_dtype=torch.float32)
-        return flat.view(*a.shape[:-1], b.shape[-1])
-    return a.float() @ b.float()
+def _parts(spans: Sequence[tuple[Span, int]]) -> Iterable[list[tuple[Span, int]]]:
+    """Consecutive spans whose rectangle of keys has GATHERED_TOKENS at most, or one that has more."""
+    part, longest = [], 0
+    for span in spans:
+        longest = max(longest, span[0].start + len(span[0].tokens))
+        if part and longest * (len(part) + 1) > GATHERED_TOKENS:
+            yield part
+            part, longest = [], span[0].start + len(span[0].tokens)
+        part.append(span)
+    if part:
+        yield part

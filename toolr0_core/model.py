@@ -129,6 +129,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False  # activation checkpointing: a layer's activations are computed again in the backward pass
+        self.frequencies: dict[torch.device, Tensor] = {}  # no buffer: fp32 whatever the parameters become
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -158,8 +159,10 @@ class Model(nn.Module):
 
     def rotary(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, E/2] of these positions, in fp32 whatever the model's dtype."""
-        freq_F = rope_frequencies(self.config).to(positions_N.device)
-        angle_NF = positions_N.float()[:, None] * freq_F
+        device = positions_N.device
+        if device not in self.frequencies:
+            self.frequencies[device] = rope_frequencies(self.config).to(device)
+        angle_NF = positions_N.float()[:, None] * self.frequencies[device]
         return angle_NF.cos(), angle_NF.sin()
 
     def logits(self, ids_BT: Tensor) -> Tensor:

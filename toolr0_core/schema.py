@@ -112,14 +112,15 @@ class Prompt:
 @dataclass(frozen=True)
 class Completion:
     """One sample. token_ids include the stop token and everything up to the end of a stop string; text has no special
-    tokens; logprobs (nats) are those of the distribution sampled from; sampled is False where a caller put text in;
-    finish_reason is "stop", "length" or "abort"."""
+    tokens; logprobs and entropies (nats) are those of the distribution sampled from; sampled is False where a caller put
+    text in; finish_reason is "stop", "length" or "abort"."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
     text: str | None = None
     sampled: tuple[bool, ...] | None = None
+    entropies: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
