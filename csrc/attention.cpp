@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t kMaxGroup = 8;  // query heads handled in one reading of the keys; more take another reading
 typedef float Vec __attribute__((vector_size(64)));  // 16 floats, in as many registers as the machine needs for them
 constexpr int64_t kLanes = 16;
+constexpr int64_t kKeys = 4;  // scored together
 
 struct Shape {
   int64_t K, B, E, group;
@@ -27,10 +28,20 @@ inline Vec load(const float* from) {
   return v;
 }
 
-inline float total(Vec v) {
-  float sum = 0.0f;
-  for (int64_t i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+
+inline Half folded(Vec v) {
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+// The sums of four vectors, by halves: a sum of one, lane after lane, would take longer than its products.
+inline Quarter totals(const Vec* v) {
+  const Half a = folded(v[0]), b = folded(v[1]), c = folded(v[2]), d = folded(v[3]);
+  const Half ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  const Half cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11) + __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15);
+  const Half e = __builtin_shufflevector(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
+  return __builtin_shufflevector(e, e, 0, 2, 4, 6) + __builtin_shufflevector(e, e, 1, 3, 5, 7);
 }
 
 // Asks for E floats. A hardware prefetcher stops where a page of memory ends, and those of the cache are not much larger.
@@ -45,14 +56,20 @@ inline void score(const float* q, const float* keys, int64_t n, int64_t B, const
   Vec queries[G][E / kLanes];
   for (int64_t g = 0; g < G; ++g)
     for (int64_t j = 0; j < E / kLanes; ++j) queries[g][j] = load(q + g * E + j * kLanes);
-  for (int64_t t = 0; t < n; ++t) {
-    Vec sum[G] = {};
-    prefetch<E>(next + t * E);
-    for (int64_t j = 0; j < E / kLanes; ++j) {
-      const Vec key = load(keys + t * E + j * kLanes);
-      for (int64_t g = 0; g < G; ++g) sum[g] += queries[g][j] * key;
+  for (int64_t t = 0; t < n; t += kKeys) {
+    Vec sum[G][kKeys] = {};
+    const int64_t here = std::min(kKeys, n - t);
+    for (int64_t i = 0; i < here; ++i) {
+      prefetch<E>(next + (t + i) * E);
+      for (int64_t j = 0; j < E / kLanes; ++j) {
+        const Vec key = load(keys + (t + i) * E + j * kLanes);
+        for (int64_t g = 0; g < G; ++g) sum[g][i] += queries[g][j] * key;
+      }
     }
-    for (int64_t g = 0; g < G; ++g) scores[g * B + t] = total(sum[g]);
+    for (int64_t g = 0; g < G; ++g) {
+      const Quarter four = totals(sum[g]);
+      std::memcpy(scores + g * B + t, &four, here * sizeof(float));
+    }
   }
 }
 
@@ -132,6 +149,11 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   Tensor out = new_floats(q, {S, H, E});
   const float *q_ = q.const_data_ptr<float>(), *k = k_cache.const_data_ptr<float>(), *v = v_cache.const_data_ptr<float>();
   const int32_t *pages = table.const_data_ptr<int32_t>(), *lengths = length.const_data_ptr<int32_t>();
+  for (int64_t s = 0; s < S; ++s) {
+    STD_TORCH_CHECK(lengths[s] >= 0 && lengths[s] <= M * shape.B, "no such length");
+    for (int64_t m = 0; m * shape.B < lengths[s]; ++m)
+      STD_TORCH_CHECK(pages[s * M + m] >= 0 && pages[s * M + m] < k_cache.size(0), "no such page");
+  }
   float* out_ = out.mutable_data_ptr<float>();
   const int64_t tasks = S * shape.K, threads = std::max<int64_t>(1, std::min<int64_t>(tasks, torch::stable::get_num_threads()));
   std::atomic<int64_t> next{0};

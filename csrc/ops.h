@@ -29,5 +29,10 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& se
                                           const std::optional<Tensor>& top_p);
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
                         const Tensor& length, double scale);
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin);
+Tensor swiglu(const Tensor& gate, const Tensor& up);
+void write_kv_(const Tensor& k, const Tensor& v, Tensor k_cache, Tensor v_cache, const Tensor& page, const Tensor& offset);
 
 }  // namespace toolr0

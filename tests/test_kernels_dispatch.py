@@ -29,7 +29,7 @@ def test_the_environment_overrides_auto_alone(monkeypatch):
 
 @built
 @pytest.mark.parametrize("call, message", [
-    (lambda: rms_norm(torch.ones(3), torch.ones(3), impl="cpp"), "impl 'cpp' cannot run rms_norm here: it has no C\\+\\+ version"),
+    (lambda: rms_norm(torch.ones(3).half(), torch.ones(3).half(), impl="cpp"), "impl 'cpp' cannot run rms_norm here: the C\\+\\+ version is fp32"),
     (lambda: rms_norm(torch.ones(3), torch.ones(3), impl="triton"), "Triton runs on NVIDIA GPUs and this tensor is on cpu"),
     (lambda: linear_logprob(torch.ones(1, 2).double(), torch.ones(3, 2).double(), torch.tensor([0]), impl="cpp"), "it has no fp64"),
 ])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from toolr0_kernels import decode_attention
+from toolr0_kernels import decode_attention, write_kv
 from torch import Tensor
 
 from toolr0_core.attention import PackedAttention, Segment
@@ -119,8 +119,7 @@ class PagePool:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _write(self, layer: int, page_N: Tensor, offset_N: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
-        self.k_LPKBE[layer][page_N, :, offset_N] = k_NKE
-        self.v_LPKBE[layer][page_N, :, offset_N] = v_NKE
+        write_kv(k_NKE, v_NKE, self.k_LPKBE[layer], self.v_LPKBE[layer], page_N, offset_N)
 
     def decode(self, page_S: Tensor, offset_S: Tensor, table_SM: Tensor, seen_S: Tensor) -> Attend:
         """The `attend` of one new token for every row: it is written to its page, then the row sees `seen` tokens."""

@@ -11,7 +11,8 @@ from toolr0_kernels.dispatch import (
     rope,
     sample,
     swiglu,
+    write_kv,
 )
 
 __all__ = ["add_rms_norm", "decode_attention", "describe", "linear_grpo_loss", "linear_logprob", "linear_sample", "rms_norm",
-           "rope", "sample", "swiglu"]
+           "rope", "sample", "swiglu", "write_kv"]

@@ -80,7 +80,11 @@ def decode(q_SHE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, table_SM: Tensor, leng
         raise ValueError(f"table is {_shape(table_SM)} of {table_SM.dtype} and length {_shape(length_S)} of {length_S.dtype}; "
                          f"they have to be int32, [{S}, pages a sequence] and [{S}]")
     _one_device(q=q_SHE, keys=k_PKBE, values=v_PKBE, table=table_SM, length=length_S)
-    if not q_SHE.is_cpu or not S:
+
+
+def pages(k_PKBE: Tensor, table_SM: Tensor, length_S: Tensor) -> None:
+    """On a CPU: lengths and pages that are there."""
+    if not k_PKBE.is_cpu or not len(length_S):
         return
     B, M = k_PKBE.shape[2], table_SM.shape[1]
     if int(length_S.min()) < 0 or int(length_S.max()) > M * B:
@@ -89,6 +93,27 @@ def decode(q_SHE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, table_SM: Tensor, leng
     pages = table_SM[used_SM]
     if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < len(k_PKBE):
         raise ValueError(f"page numbers go from {int(pages.min())} to {int(pages.max())}; the cache has 0..{len(k_PKBE) - 1}")
+
+
+def write(k_SKE: Tensor, v_SKE: Tensor, k_PKBE: Tensor, v_PKBE: Tensor, page_S: Tensor, offset_S: Tensor) -> None:
+    fits = k_SKE.ndim == 3 and k_PKBE.ndim == 4 and k_SKE.shape[1:] == (k_PKBE.shape[1], k_PKBE.shape[3])
+    if not fits or v_SKE.shape != k_SKE.shape or k_PKBE.shape != v_PKBE.shape:
+        raise ValueError(f"keys are {_shape(k_SKE)}, values {_shape(v_SKE)} and the caches {_shape(k_PKBE)} and {_shape(v_PKBE)}; "
+                         f"they have to be twice [S, K, E] and twice [pages, K, B, E]")
+    if not k_SKE.dtype == v_SKE.dtype == k_PKBE.dtype == v_PKBE.dtype or not (k_PKBE.is_contiguous() and v_PKBE.is_contiguous()):
+        raise ValueError(f"keys are {k_SKE.dtype} and the caches {k_PKBE.dtype}; they have to be of one dtype, and the caches "
+                         f"contiguous")
+    if not page_S.shape == offset_S.shape == k_SKE.shape[:1] or not page_S.dtype == offset_S.dtype == torch.int64:
+        raise ValueError(f"pages are {_shape(page_S)} of {page_S.dtype} and offsets {_shape(offset_S)} of {offset_S.dtype}; they "
+                         f"have to be int64, [{len(k_SKE)}]")
+    _one_device(keys=k_SKE, values=v_SKE, key_cache=k_PKBE, value_cache=v_PKBE, page=page_S, offset=offset_S)
+
+
+def places(k_PKBE: Tensor, page_S: Tensor, offset_S: Tensor) -> None:
+    """On a CPU: places that are there."""
+    for name, x, size in (("pages", page_S, k_PKBE.shape[0]), ("offsets", offset_S, k_PKBE.shape[2])):
+        if x.is_cpu and len(x) and not 0 <= int(x.min()) <= int(x.max()) < size:
+            raise ValueError(f"{name} go from {int(x.min())} to {int(x.max())}; the cache has 0..{size - 1}")
 
 
 def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor, top_k_S: Tensor | None,

@@ -11,7 +11,7 @@ import contextlib
 import torch
 from torch import Tensor, library
 
-from toolr0_kernels import chunked
+from toolr0_kernels import checks, chunked
 from toolr0_kernels.chunked import LinearLogprob
 
 try:
@@ -73,7 +73,41 @@ def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, *rows: Tensor) -> tuple[
 
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
                      scale: float) -> Tensor:
-    return torch.ops.toolr0.decode_attention(q_SHE, k_cache_PKBE, v_cache_PKBE, table_SM, length_S, scale)
+    try:
+        return torch.ops.toolr0.decode_attention(q_SHE, k_cache_PKBE, v_cache_PKBE, table_SM, length_S, scale)
+    except RuntimeError:  # says the op, in passing; which one it is, in our words
+        checks.pages(k_cache_PKBE, table_SM, length_S)
+        raise
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return torch.ops.toolr0.rms_norm(_rows(x), weight_D, eps).view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    normed, total = torch.ops.toolr0.add_rms_norm(_rows(x), _rows(residual), weight_D, eps)
+    return normed.view(x.shape), total.view(x.shape)
+
+
+def rope(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.toolr0.rope(*(x.contiguous() for x in inputs))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.ops.toolr0.swiglu(gate.contiguous(), up.contiguous()).view(gate.shape)
+
+
+def write_kv(k_SKE: Tensor, v_SKE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, page_S: Tensor,
+             offset_S: Tensor) -> None:
+    try:
+        torch.ops.toolr0.write_kv_(k_SKE, v_SKE, k_cache_PKBE, v_cache_PKBE, page_S, offset_S)
+    except RuntimeError:
+        checks.places(k_cache_PKBE, page_S, offset_S)
+        raise
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _register() -> None:
@@ -99,6 +133,26 @@ def _register() -> None:
     @library.register_fake("toolr0::decode_attention")
     def _(q, *args):
         return torch.empty_like(q)
+
+    @library.register_fake("toolr0::rms_norm")
+    def _(x, *args):
+        return torch.empty_like(x)
+
+    @library.register_fake("toolr0::add_rms_norm")
+    def _(x, *args):
+        return torch.empty_like(x), torch.empty_like(x)
+
+    @library.register_fake("toolr0::rope")
+    def _(q, k, *args):
+        return torch.empty_like(q), torch.empty_like(k)
+
+    @library.register_fake("toolr0::swiglu")
+    def _(gate, up):
+        return gate.new_empty(gate.numel())
+
+    @library.register_fake("toolr0::write_kv_")
+    def _(*args):
+        return None
 
     def setup(ctx, inputs, output):
         logits, target, ctx.temperature = inputs

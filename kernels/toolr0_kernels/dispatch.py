@@ -20,7 +20,7 @@ from torch import Tensor
 from toolr0_kernels import checks, cpp, reference
 
 IMPLEMENTATIONS = ("auto", "triton", "cpp", "torch")
-IN_CPP = ("linear_logprob", "linear_grpo_loss", "sample", "linear_sample", "decode_attention")
+FORWARD_ONLY = ("rms_norm", "rope", "swiglu")  # in C++
 
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
@@ -65,7 +65,7 @@ def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, adv
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-6, impl: str = "auto") -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in x's dtype; the mean in fp32. Differentiable."""
     checks.norm(x, weight_D)
-    which = choose("rms_norm", impl, x)
+    which = choose("rms_norm", impl, x, wants_grad=_wants_grad(x, weight_D))
     return _module(which, "rms_norm").rms_norm(x, weight_D.contiguous(), eps)
 
 
@@ -74,7 +74,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float = 1e-
     """(rms_norm(x + residual), x + residual) in one reading of both. Differentiable."""
     checks.norm(x, weight_D)
     checks.same(x=x, residual=residual)
-    which = choose("rms_norm", impl, x)
+    which = choose("rms_norm", impl, x, wants_grad=_wants_grad(x, residual, weight_D))
     return _module(which, "rms_norm").add_rms_norm(x, residual, weight_D.contiguous(), eps)
 
 
@@ -82,15 +82,29 @@ def rope(q_NHE: Tensor, k_NKE: Tensor, cos_NF: Tensor, sin_NF: Tensor, impl: str
     """Queries and keys with the pairs (i, i + E/2) rotated; cos and sin, fp32, are of the angles, [N, E/2]. Differentiable
     in q and k."""
     checks.rope(q_NHE, k_NKE, cos_NF, sin_NF)
-    which = choose("rope", impl, q_NHE)
+    which = choose("rope", impl, q_NHE, wants_grad=_wants_grad(q_NHE, k_NKE))
     return _module(which, "rope").rope(q_NHE, k_NKE, cos_NF, sin_NF)
 
 
 def swiglu(gate: Tensor, up: Tensor, impl: str = "auto") -> Tensor:
     """silu(gate) * up. Differentiable."""
     checks.same(gate=gate, up=up)
-    which = choose("swiglu", impl, gate)
+    which = choose("swiglu", impl, gate, wants_grad=_wants_grad(gate, up))
     return _module(which, "swiglu").swiglu(gate, up)
+
+
+@torch.no_grad()
+def write_kv(k_SKE: Tensor, v_SKE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, page_S: Tensor, offset_S: Tensor,
+             impl: str = "auto") -> None:
+    """Puts the new key and value of every row at `offset` of its page, in place; page and offset are int64 [S].
+
+    Rows have places of their own, but for what nobody reads. Raises ValueError for shapes that do not fit, and, on a CPU, for
+    a place that is not there.
+    """
+    checks.write(k_SKE, v_SKE, k_cache_PKBE, v_cache_PKBE, page_S, offset_S)
+    which = choose("write_kv", impl, k_SKE)
+    args = (k_SKE.contiguous(), v_SKE.contiguous(), k_cache_PKBE, v_cache_PKBE, page_S, offset_S)
+    return _module(which, "write_kv").write_kv(*args)
 
 
 @torch.no_grad()
@@ -137,13 +151,13 @@ def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position
     return _module(which, "sample").linear_sample(*inputs)
 
 
-def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
+def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False, wants_grad: bool = False) -> str:
     """The implementation that runs `kernel` on x: what impl names, or what "auto" means for x. truncated: with top-k or top-p,
-    where the CUDA op comes before Triton."""
+    where the CUDA op comes before Triton; wants_grad: a gradient may be asked for, which some of the C++ ops do not have."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; it has to be one of {', '.join(IMPLEMENTATIONS)}")
     if impl != "auto":
-        why = _missing(kernel, impl, x)
+        why = _missing(kernel, impl, x, wants_grad)
         if why:
             raise ValueError(f"impl {impl!r} cannot run {kernel} here: {why}; use auto or torch")
         return impl
@@ -151,7 +165,7 @@ def choose(kernel: str, impl: str, x: Tensor, truncated: bool = False) -> str:
     if wanted not in IMPLEMENTATIONS:
         raise ValueError(f"TOOLR0_KERNELS is {wanted!r}; it has to be one of {', '.join(IMPLEMENTATIONS)}")
     order = (wanted,) if wanted != "auto" else ("cpp", "triton") if truncated and x.is_cuda else ("triton", "cpp")
-    return next((name for name in order if name == "torch" or not _missing(kernel, name, x)), "torch")
+    return next((name for name in order if name == "torch" or not _missing(kernel, name, x, wants_grad)), "torch")
 
 
 def describe(device: torch.device | str) -> str:
@@ -170,15 +184,17 @@ def describe(device: torch.device | str) -> str:
     return f"kernels: {chosen} ({why}{slower})"
 
 
-def _missing(kernel: str, impl: str, x: Tensor) -> str | None:
+def _missing(kernel: str, impl: str, x: Tensor, wants_grad: bool = False) -> str | None:
     """Why this implementation cannot run, or None."""
     if impl == "torch":
         return None
     if x.dtype == torch.float64:
         return "it has no fp64"
     if impl == "cpp":
-        if kernel not in IN_CPP:
-            return "it has no C++ version"
+        if kernel in FORWARD_ONLY and (wants_grad or x.dtype != torch.float32):
+            return f"the C++ version is fp32 without gradients, not {x.dtype}{' with them' if wants_grad else ''}"
+        if kernel == "write_kv" and x.dtype != torch.float32:
+            return f"the C++ version is fp32, not {x.dtype}"
         if kernel == "decode_attention" and (x.dtype != torch.float32 or x.shape[-1] not in cpp.HEAD_SIZES):
             return f"the C++ version is fp32 with head size {cpp.HEAD_SIZES}, not {x.dtype} with head size {x.shape[-1]}"
         if x.is_cuda and kernel == "sample":
@@ -186,10 +202,16 @@ def _missing(kernel: str, impl: str, x: Tensor) -> str | None:
         if x.device.type != "cpu":
             return f"the C++ ops run on the CPU and this tensor is on {x.device}"
         return cpp.problem and f"the C++ ops were not built ({cpp.problem}); `pip install -e .` with a C++ compiler builds them"
+    if kernel == "write_kv":
+        return "it has no Triton version"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not x.is_cuda and not interpreted:
         return f"Triton runs on NVIDIA GPUs and this tensor is on {x.device}"
     return None if importlib.util.find_spec("triton") else "the package triton is not installed"
+
+
+def _wants_grad(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def _module(which: str, family: str):
