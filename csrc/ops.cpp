@@ -13,6 +13,7 @@ STABLE_TORCH_LIBRARY(toolr0, m) {
   m.def("sample(Tensor logits, Tensor seed, Tensor position, Tensor temperature, Tensor? top_k, Tensor? top_p) "
         "-> (Tensor, Tensor, Tensor)");
   m.def("decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor table, Tensor length, float scale) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
@@ -26,6 +27,7 @@ STABLE_TORCH_LIBRARY_IMPL(toolr0, CPU, m) {
   m.impl("row_grpo_loss_", TORCH_BOX(&toolr0::row_grpo_loss_));
   m.impl("sample", TORCH_BOX(&toolr0::sample));
   m.impl("decode_attention", TORCH_BOX(&toolr0::decode_attention));
+  m.impl("linear", TORCH_BOX(&toolr0::linear));
   m.impl("rms_norm", TORCH_BOX(&toolr0::rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&toolr0::add_rms_norm));
   m.impl("rope", TORCH_BOX(&toolr0::rope));

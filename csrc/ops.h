@@ -29,6 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> sample(const Tensor& logits, const Tensor& se
                                           const std::optional<Tensor>& top_p);
 Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& table,
                         const Tensor& length, double scale);
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias);
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps);
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin);

@@ -8,13 +8,11 @@ Shape suffixes: S rows, M pages a row, W stop tokens a row, T steps between two 
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
+from toolr0_kernels import linear_sample
 from torch import Tensor
 
-from toolr0_core.draw import draw
 from toolr0_core.kv_cache import PagePool
 from toolr0_core.model import Model
 
@@ -112,9 +110,9 @@ class Batch:
         page_S = table_SM.gather(1, place_S[:, None])[:, 0].long() * alive_S
         seen_S = ((length_S + 1) * alive_S).int()
         attend = pool.decode(page_S, length_S % pool.page_size, table_SM, seen_S)
-        truncation = dict(top_k_S=b["top_k"], top_p_S=b["top_p"]) if truncates else {}
-        drawn = model(b["token"], length_S, attend, partial(draw, seed_S=b["seed"], drawn_S=b["drawn"],
-                                                            temperature_S=b["temperature"], **truncation))
+        truncation = (b["top_k"], b["top_p"]) if truncates else ()
+        drawn = model(b["token"], length_S, attend, lambda hidden_SD, weight_VD: linear_sample(
+            hidden_SD, weight_VD, b["seed"], b["drawn"], b["temperature"], *truncation))
         for name, column_S in zip(self.results, drawn):
             self.on_device[name][:, :rows].index_copy_(0, self.tick, column_S[None])
         self._advance(b, drawn[0])

@@ -23,14 +23,14 @@ import numpy as np
 import torch
 
 from toolr0_core.batch import Batch
-from toolr0_core.draw import SamplingParams
 from toolr0_core.kv_cache import PagePool, Span, bytes_per_token
 from toolr0_core.model import Model
 from toolr0_core.rng import fold
+from toolr0_core.sampling_params import SamplingParams
 from toolr0_core.schema import Completion
 from toolr0_core.stop_strings import StopStrings
 
-PREFILL_TOKENS = 8192  # of prompts read in one forward pass
+PREFILL_TOKENS = 2048  # of prompts read in one forward pass
 REFILL_SHARE = 8  # one row in so many has to be free before others join, since joining costs a forward pass
 
 More = Sequence[int] | None

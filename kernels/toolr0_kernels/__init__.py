@@ -4,6 +4,7 @@ from toolr0_kernels.dispatch import (
     add_rms_norm,
     decode_attention,
     describe,
+    linear,
     linear_grpo_loss,
     linear_logprob,
     linear_sample,
@@ -14,5 +15,5 @@ from toolr0_kernels.dispatch import (
     write_kv,
 )
 
-__all__ = ["add_rms_norm", "decode_attention", "describe", "linear_grpo_loss", "linear_logprob", "linear_sample", "rms_norm",
+__all__ = ["add_rms_norm", "decode_attention", "describe", "linear", "linear_grpo_loss", "linear_logprob", "linear_sample", "rms_norm",
            "rope", "sample", "swiglu", "write_kv"]

@@ -42,6 +42,15 @@ def per_row(rows: int, inputs: dict[str, Tensor | float | None]) -> None:
             raise ValueError(f"{name} is {_shape(x)}; it has to be [{rows}], one value a row")
 
 
+def linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> None:
+    fits = x.ndim >= 1 and weight_FD.ndim == 2 and x.shape[-1] == weight_FD.shape[1]
+    if not fits or (bias_F is not None and bias_F.shape != weight_FD.shape[:1]):
+        raise ValueError(f"x is {_shape(x)}, weight {_shape(weight_FD)} and bias {bias_F if bias_F is None else _shape(bias_F)}; "
+                         f"they have to be [..., D], [F, D] and [F] or None")
+    if x.dtype != weight_FD.dtype:
+        raise ValueError(f"x is {x.dtype} and weight {weight_FD.dtype}; they have to be of one dtype")
+
+
 def norm(x: Tensor, weight_D: Tensor) -> None:
     if x.ndim < 1 or weight_D.shape != x.shape[-1:]:
         raise ValueError(f"x is {_shape(x)} and weight {_shape(weight_D)}; weight has to be x's last dimension")

@@ -27,6 +27,7 @@ if problem is None:
         cuda_ops = torch._C._dispatch_has_kernel_for_dispatch_key("toolr0::sample", "CUDA")
 
 HEAD_SIZES = (32, 64, 96, 128)  # that csrc/attention.cpp is compiled for
+FEW_ROWS = 64  # up to which `linear` is faster than BLAS
 CHUNK_BYTES = 1 << 27  # of logits: each chunk reads the whole head, so fewer and larger are faster
 
 
@@ -68,7 +69,8 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
 
 def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The logits do exist here: BLAS makes them faster than a fused loop would."""
-    return sample(chunked.product(hidden_SD, weight_VD.T), *rows)
+    few = hidden_SD.dtype == torch.float32 and len(hidden_SD) <= FEW_ROWS
+    return sample(linear(hidden_SD, weight_VD) if few else chunked.product(hidden_SD, weight_VD.T), *rows)
 
 
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
@@ -78,6 +80,11 @@ def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, 
     except RuntimeError:  # says the op, in passing; which one it is, in our words
         checks.pages(k_cache_PKBE, table_SM, length_S)
         raise
+
+
+def linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    out = torch.ops.toolr0.linear(_rows(x), weight_FD.contiguous(), bias_F)
+    return out.view(*x.shape[:-1], len(weight_FD))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -133,6 +140,10 @@ def _register() -> None:
     @library.register_fake("toolr0::decode_attention")
     def _(q, *args):
         return torch.empty_like(q)
+
+    @library.register_fake("toolr0::linear")
+    def _(x, weight, bias):
+        return x.new_empty(x.shape[0], weight.shape[0])
 
     @library.register_fake("toolr0::rms_norm")
     def _(x, *args):

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from toolr0_kernels import checks, cpp, reference
+from toolr0_kernels.chunked import product
 
 IMPLEMENTATIONS = ("auto", "triton", "cpp", "torch")
-FORWARD_ONLY = ("rms_norm", "rope", "swiglu")  # in C++
+FORWARD_ONLY = ("linear", "rms_norm", "rope", "swiglu")  # in C++
+NO_TRITON = ("linear", "write_kv")
 
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
@@ -60,6 +62,15 @@ def linear_grpo_loss(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, adv
         hidden_ND.contiguous(), weight_VD.contiguous(), target_N, advantage_N, weight_N, old_logp_N, ref_logp_N, is_weight_N,
         beta, clip_low, clip_high, temperature)
     return (loss if bad_N is None else torch.where(bad_N.any(), torch.nan, loss)), stats
+
+
+def linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None, impl: str = "auto") -> Tensor:
+    """x @ weight.T + bias over the last dimension. Differentiable, but for impl "cpp", which is made for few rows: "auto" takes
+    it on a CPU for at most 64 of them where no gradient is wanted, and BLAS everywhere else."""
+    checks.linear(x, weight_FD, bias_F)
+    many = impl == "auto" and x.numel() > cpp.FEW_ROWS * x.shape[-1]
+    which = "torch" if many else choose("linear", impl, x, wants_grad=_wants_grad(x, weight_FD))
+    return _module(which, "linear").linear(x, weight_FD, bias_F)
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float = 1e-6, impl: str = "auto") -> Tensor:
@@ -142,9 +153,13 @@ def sample(logits_SV: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S:
 
 @torch.no_grad()
 def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position_S: Tensor, temperature_S: Tensor,
+                  top_k_S: Tensor | None = None, top_p_S: Tensor | None = None,
                   impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """sample(hidden @ weight.T, ...) without truncation, and in Triton without logits in memory."""
+    """sample(hidden @ weight.T, ...) with logits in fp32; without truncation, Triton needs no logits in memory."""
     checks.head(hidden_SD, weight_VD, seed_S, 1.0)
+    if top_k_S is not None or top_p_S is not None:
+        logits_SV = linear(hidden_SD, weight_VD) if hidden_SD.dtype == torch.float32 else product(hidden_SD, weight_VD.T)
+        return sample(logits_SV, seed_S, position_S, temperature_S, top_k_S, top_p_S, impl)
     checks.sample(hidden_SD, seed_S, position_S, temperature_S, None, None)
     which = choose("linear_sample", impl, hidden_SD)
     inputs = [x.contiguous() for x in (hidden_SD, weight_VD, seed_S, position_S, temperature_S)]
@@ -202,7 +217,7 @@ def _missing(kernel: str, impl: str, x: Tensor, wants_grad: bool = False) -> str
         if x.device.type != "cpu":
             return f"the C++ ops run on the CPU and this tensor is on {x.device}"
         return cpp.problem and f"the C++ ops were not built ({cpp.problem}); `pip install -e .` with a C++ compiler builds them"
-    if kernel == "write_kv":
+    if kernel in NO_TRITON:
         return "it has no Triton version"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not x.is_cuda and not interpreted:

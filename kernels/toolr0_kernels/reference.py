@@ -129,6 +129,11 @@ def linear_sample(hidden_SD: Tensor, weight_VD: Tensor, seed_S: Tensor, position
     return sample(_linear(hidden_SD, weight_VD), seed_S, position_S, temperature_S)
 
 
+def linear(x: Tensor, weight_FD: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias."""
+    return F.linear(x, weight_FD, bias_F)
+
+
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float = 1e-6) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps); the mean in fp32, as in every model of the families that model.py knows."""
     x32 = _wide(x_ND)
