@@ -4,14 +4,14 @@ import os
 
 import pytest
 import torch
-from toolr0_kernels import add_rms_norm, rms_norm, rope, swiglu
+from toolr0_kernels import add_rms_norm, cpp, linear, rms_norm, rope, swiglu, write_kv
 
 from toolr0_core.model import ModelConfig, rope_frequencies
 
 
 @pytest.fixture(params=["triton" if os.environ.get("TRITON_INTERPRET") == "1" else "torch"])
 def impl(request):
-    """These have no C++ version."""
+    """Those with gradients; what C++ has is tested below."""
     return request.param
 
 
@@ -116,3 +116,66 @@ def test_swiglu_of_the_halves_of_one_matrix_and_of_large_gates(impl):
 def test_bad_arguments_are_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.skipif(cpp.problem is not None, reason=f"the C++ ops were not built: {cpp.problem}")
+class TestCpp:
+    """Forward passes, no further from fp64 than plain torch in fp32 and a few roundings."""
+
+    @staticmethod
+    def compare(function, *inputs):
+        inputs = [x.detach() for x in inputs]
+        out = [f if isinstance(f, tuple) else (f,) for f in (
+            function(*inputs, impl="cpp"), function(*inputs, impl="torch"), function(*(x.double() for x in inputs), impl="torch"))]
+        for mine, torchs, exact in zip(*out, strict=True):
+            assert mine.shape == exact.shape and mine.dtype == torch.float32
+            error, allowed = ((x.double() - exact).abs().max() if len(x) else 0.0 for x in (mine, torchs))
+            assert error <= allowed + 4e-7 * (exact.abs().max() if len(exact) else 1)
+
+    @pytest.mark.parametrize("shape", [(5, 37), (70, 64), (3, 1000), (1, 1), (2, 3, 64), (0, 64)])
+    def test_norms(self, shape):
+        x, residual, weight = make(shape, shape, shape[-1:])
+        self.compare(rms_norm, x, weight)
+        self.compare(add_rms_norm, x, residual, weight)
+
+    @pytest.mark.parametrize("N, H, K, E", [(7, 9, 3, 64), (1, 1, 1, 2), (5, 14, 2, 64), (3, 2, 2, 24), (0, 2, 1, 8)])
+    def test_rope(self, N, H, K, E):
+        angle = torch.rand(N, E // 2, generator=torch.Generator().manual_seed(0)) * 100
+        self.compare(rope, *make((N, H, E), (N, K, E)), angle.cos(), angle.sin())
+
+    @pytest.mark.parametrize("shape", [(5, 37), (0, 3), (2, 3, 64), (513,)])
+    def test_swiglu_also_where_the_exponential_overflows(self, shape):
+        gate, up = make(shape, shape)
+        self.compare(swiglu, 60 * gate, up)
+
+    @pytest.mark.parametrize("M", [1, 2, 5, 6, 7, 13, 64])
+    @pytest.mark.parametrize("K, N", [(1, 1), (15, 3), (16, 4), (37, 11), (130, 49), (576, 65)])
+    def test_linear_of_few_rows(self, M, K, N):
+        x, weight, bias = make((M, K), (N, K), (N,))
+        self.compare(linear, x, weight)
+        self.compare(linear, x, weight, bias)
+
+    def test_a_row_is_the_same_to_the_last_bit_in_any_batch(self):
+        x, weight = (t.detach() for t in make((33, 70), (29, 70)))
+        whole = linear(x, weight, impl="cpp")
+        assert all(torch.equal(linear(x[i: i + n], weight, impl="cpp"), whole[i: i + n]) for i, n in ((0, 1), (7, 5), (12, 13)))
+
+    def test_auto_is_cpp_for_few_rows_without_gradients(self, monkeypatch):
+        monkeypatch.delenv("TOOLR0_KERNELS", raising=False)
+        x, weight = make((65, 70), (29, 70))
+        assert linear(x, weight).requires_grad
+        with torch.no_grad():
+            assert torch.equal(linear(x[:64], weight), linear(x[:64], weight, impl="cpp"))
+            assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+
+    @pytest.mark.parametrize("impl", ["cpp", "torch"])
+    def test_write_kv_puts_every_row_in_its_place_and_refuses_others(self, impl):
+        k, v = (t.detach() for t in make((3, 2, 5), (3, 2, 5)))
+        caches = torch.zeros(4, 2, 6, 5), torch.zeros(4, 2, 6, 5)
+        page, offset = torch.tensor([3, 0, 3]), torch.tensor([5, 0, 1])
+        write_kv(k, v, *caches, page, offset, impl=impl)
+        for cache, x in zip(caches, (k, v)):
+            assert torch.equal(cache[page, :, offset], x) and (cache != 0).sum() == x.numel()
+        for bad in ((torch.tensor([4, 0, 0]), offset), (page, torch.tensor([0, -1, 0]))):
+            with pytest.raises(ValueError, match="the cache has 0.."):
+                write_kv(k, v, *caches, *bad, impl=impl)

@@ -14,7 +14,7 @@ def test_auto_is_cpp_on_a_cpu_and_torch_for_fp64_and_where_there_is_no_cpp(monke
     monkeypatch.delenv("TOOLR0_KERNELS", raising=False)
     x = torch.zeros(2)
     assert choose("sample", "auto", x) == "cpp" and choose("sample", "auto", x.double()) == "torch"
-    assert choose("rms_norm", "auto", x) == "torch"
+    assert choose("rms_norm", "auto", x) == "cpp" and choose("rms_norm", "auto", x, wants_grad=True) == "torch"
     assert describe("cpu") == "kernels: cpp (the device is cpu)"
 
 
