@@ -98,7 +98,14 @@ class PagePool:
                 self.blank.append(page)
 
     def remember(self, page: int, key: bytes) -> None:
-        """The page ends what `key` holds: every token from the start of the sequence on."""
+        """The page ends what `key` holds: every token from the start of the sequence on. Another page that did is forgotten: it
+        can be there still when an earlier page of its sequence has been taken."""
+        old = self.page_of.get(key)
+        if old is not None:
+            del self.key_of[old]
+            if not self.users[old]:
+                del self.idle[old]
+                self.blank.append(old)
         self.page_of[key], self.key_of[page] = page, key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
