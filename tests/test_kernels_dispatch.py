@@ -61,6 +61,14 @@ def test_torch_knows_the_ops():
     pages = torch.randn(3, 1, 4, 32, generator=g)
     check(ops.decode_attention.default, (torch.randn(2, 2, 32, generator=g), pages, pages, torch.zeros(2, 1, dtype=torch.int32),
                                          torch.tensor([4, 2], dtype=torch.int32), 0.2))
+    x, weight, heads = torch.randn(3, 6, generator=g), torch.randn(6, generator=g), torch.randn(3, 2, 6, generator=g)
+    check(ops.rms_norm.default, (x, weight, 1e-6))
+    check(ops.add_rms_norm.default, (x, x, weight, 1e-6))
+    check(ops.rope.default, (heads, heads[:, :1].contiguous(), x[:, :3].contiguous(), x[:, 3:].contiguous()))
+    check(ops.swiglu.default, (x, x))
+    check(ops.linear.default, (x, torch.randn(5, 6, generator=g), torch.randn(5, generator=g)))
+    places = torch.tensor([0, 2])
+    check(ops.write_kv_.default, (torch.randn(2, 1, 32), torch.randn(2, 1, 32), pages.clone(), pages.clone(), places, places))
 
 
 @built

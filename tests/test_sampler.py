@@ -240,3 +240,33 @@ def test_what_the_model_cannot_read_is_refused(tiny):
             Sampler(tiny()).generate([[1, 2], [5, bad, 7]], SamplingParams())
     with pytest.raises(ValueError, match="tokenizer"):
         Sampler(tiny()).generate([[1]], SamplingParams(stop_strings=("x",)))
+
+
+def test_samples_drawn_in_parts_are_those_drawn_together(tiny):
+    """Which is how several ranks share a request (roles._parts)."""
+    model, (prompt,) = tiny(), prompts_of(6)
+    params = SamplingParams(n=5, max_new_tokens=9, seed=4)
+    (whole,) = Sampler(model).generate([prompt], [params])
+    parts = Sampler(model).generate([prompt] * 2, [replace(params, n=2), replace(params, n=3, first=2)])
+    assert [c.token_ids for c in whole] == [c.token_ids for group in parts for c in group]
+
+
+def test_prompts_that_begin_alike_share_their_pages_within_a_call(tiny):
+    model, base = tiny(), prompts_of(40)[0]
+    prompts = [base[:33], base[:33] + [5, 6], base[:20] + [7] * 20]
+    sampler = Sampler(model, page_size=8)
+    out = sampler.generate(prompts, SamplingParams(n=2, max_new_tokens=5))
+    assert sampler.stats.shared == 16 + 32 and sampler.stats.prefilled == 39 + 2 + 16  # the longest is read first
+    alone = Sampler(model).generate(prompts, SamplingParams(n=2, max_new_tokens=5))
+    assert [[c.token_ids for c in g] for g in out] == [[c.token_ids for c in g] for g in alone]
+    sampler.generate(prompts[:1], SamplingParams(max_new_tokens=1))
+    assert sampler.stats.shared == 0  # another call, perhaps with other weights
+
+
+def test_entropies_are_those_of_the_distribution_sampled_from(tiny):
+    model, (prompt,) = tiny(), prompts_of(6)
+    for changes in ({}, {"top_k": 5}, {"temperature": 0}):
+        ((c,),) = Sampler(model).generate([prompt], SamplingParams(max_new_tokens=6, **changes))
+        logp = model.logits(torch.tensor([[*prompt, *c.token_ids]]))[0, len(prompt) - 1: -1].detach().log_softmax(-1)
+        logp = truncate(logp, torch.full((6,), changes.get("top_k", 0)), torch.ones(6))
+        assert c.entropies == pytest.approx(torch.distributions.Categorical(logits=logp).entropy().tolist(), abs=1e-4)
