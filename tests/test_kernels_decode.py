@@ -1,8 +1,8 @@
-"""decode_attention: against fp64 attention over keys and values that are not in pages."""
+"""decode_attention: against fp64 attention over keys and values that are not in pages. write_kv: places by hand."""
 
 import pytest
 import torch
-from toolr0_kernels import cpp, decode_attention
+from toolr0_kernels import cpp, decode_attention, write_kv
 
 
 def cache(lengths, K=2, B=4, E=64, seed=0, spare=3):
@@ -105,3 +105,17 @@ def test_bad_arguments_are_one_sentence(impl, change, message):
     decode_attention(*good.values(), impl=impl)
     with pytest.raises(ValueError, match=message):
         decode_attention(*{**good, **change}.values(), impl=impl)
+
+
+@pytest.mark.parametrize("S, K, E", [(3, 2, 5), (1, 1, 64), (5, 3, 40)])
+def test_write_kv_puts_every_row_in_its_place_and_refuses_others(impl, S, K, E):
+    k, v = torch.randn(S, K, E), torch.randn(S, K, E)
+    caches = torch.zeros(4, K, 6, E), torch.zeros(4, K, 6, E)
+    page, offset = torch.tensor([3, 0, 3, 1, 2])[:S], torch.tensor([5, 0, 1, 1, 5])[:S]
+    write_kv(k, v, *caches, page, offset, impl=impl)
+    for cache, x in zip(caches, (k, v)):
+        assert torch.equal(cache[page, :, offset], x) and (cache != 0).sum() == x.numel()
+    for bad in ((page + 4, offset), (page, offset - 6)):
+        with pytest.raises(ValueError, match="the cache has 0.."):
+            write_kv(k, v, *caches, *bad, impl=impl)
+    write_kv(k[:0], v[:0], *caches, page[:0], offset[:0], impl=impl)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from toolr0_kernels import add_rms_norm, cpp, linear, rms_norm, rope, swiglu, write_kv
+from toolr0_kernels import add_rms_norm, cpp, linear, rms_norm, rope, swiglu
 
 from toolr0_core.model import ModelConfig, rope_frequencies
 
@@ -167,15 +167,3 @@ class TestCpp:
         with torch.no_grad():
             assert torch.equal(linear(x[:64], weight), linear(x[:64], weight, impl="cpp"))
             assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
-
-    @pytest.mark.parametrize("impl", ["cpp", "torch"])
-    def test_write_kv_puts_every_row_in_its_place_and_refuses_others(self, impl):
-        k, v = (t.detach() for t in make((3, 2, 5), (3, 2, 5)))
-        caches = torch.zeros(4, 2, 6, 5), torch.zeros(4, 2, 6, 5)
-        page, offset = torch.tensor([3, 0, 3]), torch.tensor([5, 0, 1])
-        write_kv(k, v, *caches, page, offset, impl=impl)
-        for cache, x in zip(caches, (k, v)):
-            assert torch.equal(cache[page, :, offset], x) and (cache != 0).sum() == x.numel()
-        for bad in ((torch.tensor([4, 0, 0]), offset), (page, torch.tensor([0, -1, 0]))):
-            with pytest.raises(ValueError, match="the cache has 0.."):
-                write_kv(k, v, *caches, *bad, impl=impl)

@@ -234,6 +234,8 @@ class _Run:
                 before = self.batch.host["drawn"][: len(self.rows)].copy()
                 self._timed(self.batch.run, self.model, self.pool)
                 self._look(before)
+            elif self.waiting:  # nothing else can run, or for want of pages
+                futures.wait([future for future, _ in self.waiting], return_when=futures.FIRST_COMPLETED)
         self.stats.seconds = time.perf_counter() - self.began
         self.stats.host_seconds += self.stats.seconds
         return self.results
@@ -246,9 +248,7 @@ class _Run:
     # -- rows join -----------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Rows whose Future is there go on; where nothing else is left to do, one is waited for."""
-        if self.waiting and not (self.rows or self.ready):
-            futures.wait([future for future, _ in self.waiting], return_when=futures.FIRST_COMPLETED)
+        """Rows whose Future is there go on."""
         done = [x for x in self.waiting if x[0].done()]
         self.waiting = [x for x in self.waiting if x not in done]
         for future, row in done:

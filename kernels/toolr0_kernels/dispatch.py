@@ -22,7 +22,7 @@ from toolr0_kernels.chunked import product
 
 IMPLEMENTATIONS = ("auto", "triton", "cpp", "torch")
 FORWARD_ONLY = ("linear", "rms_norm", "rope", "swiglu")  # in C++
-NO_TRITON = ("linear", "write_kv")
+NO_TRITON = ("linear",)
 
 
 def linear_logprob(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float = 1.0,
@@ -114,6 +114,8 @@ def write_kv(k_SKE: Tensor, v_SKE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: T
     """
     checks.write(k_SKE, v_SKE, k_cache_PKBE, v_cache_PKBE, page_S, offset_S)
     which = choose("write_kv", impl, k_SKE)
+    if which != "cpp":  # which looks itself
+        checks.places(k_cache_PKBE, page_S, offset_S)
     args = (k_SKE.contiguous(), v_SKE.contiguous(), k_cache_PKBE, v_cache_PKBE, page_S, offset_S)
     return _module(which, "write_kv").write_kv(*args)
 
@@ -129,6 +131,8 @@ def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, 
     """
     checks.decode(q_SHE, k_cache_PKBE, v_cache_PKBE, table_SM, length_S)
     which = choose("decode_attention", impl, q_SHE)
+    if which != "cpp":  # which looks itself
+        checks.pages(k_cache_PKBE, table_SM, length_S)
     scale = q_SHE.shape[-1] ** -0.5 if scale is None else scale
     args = (q_SHE.contiguous(), k_cache_PKBE, v_cache_PKBE, table_SM.contiguous(), length_S.contiguous(), scale)
     return _module(which, "decode_attention").decode_attention(*args)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toolr0_core.rng import uniform
-from toolr0_kernels import checks
 from toolr0_kernels.chunked import live_first
 
 CHUNK_BYTES = 1 << 28  # logits that exist at once, fp32
@@ -169,7 +168,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def write_kv(k_SKE: Tensor, v_SKE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, page_S: Tensor,
              offset_S: Tensor) -> None:
     """See dispatch.write_kv."""
-    checks.places(k_cache_PKBE, page_S, offset_S)
     k_cache_PKBE[page_S, :, offset_S] = k_SKE
     v_cache_PKBE[page_S, :, offset_S] = v_SKE
 
@@ -177,7 +175,6 @@ def write_kv(k_SKE: Tensor, v_SKE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: T
 def decode_attention(q_SHE: Tensor, k_cache_PKBE: Tensor, v_cache_PKBE: Tensor, table_SM: Tensor, length_S: Tensor,
                      scale: float | None = None) -> Tensor:
     """See dispatch.decode_attention: every sequence's pages gathered into a rectangle, the rest masked."""
-    checks.pages(k_cache_PKBE, table_SM, length_S)
     S, H, E = q_SHE.shape
     K, B = k_cache_PKBE.shape[1:3]
     used_SM = torch.arange(table_SM.shape[1], device=q_SHE.device) * B < length_S[:, None]

@@ -6,7 +6,7 @@ Each address counts once per load or store: lanes that ask for the same one get 
 import numpy as np
 import pytest
 import torch
-from toolr0_kernels.gpu import decode_attention, rms_norm, rope, swiglu
+from toolr0_kernels.gpu import decode_attention, rms_norm, rope, swiglu, write_kv
 from triton.runtime.interpreter import InterpreterBuilder
 
 
@@ -70,3 +70,10 @@ def test_decode_attention(counted, S, H, K, E, B, length):
     q, k, v = torch.randn(S, H, E), torch.randn(S * M, K, B, E), torch.randn(S * M, K, B, E)
     decode_attention.decode_attention(q, k, v, table, torch.full((S,), length, dtype=torch.int32))
     assert counted() == sum(v.moved for v in decode_attention._variants("fp32", "a model", H, K, E, S, length, B, "cpu"))
+
+
+@pytest.mark.parametrize("S, K, E", [(3, 2, 64), (5, 3, 40)])
+def test_write_kv(counted, S, K, E):
+    caches = torch.zeros(S, K, 16, E), torch.zeros(S, K, 16, E)
+    write_kv.write_kv(torch.randn(S, K, E), torch.randn(S, K, E), *caches, torch.arange(S), torch.arange(S))
+    assert counted() == write_kv._variant("fp32", "a model", K, E, S, 16).moved

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-FAMILIES = ("linear_logprob", "linear_grpo_loss", "sample", "rms_norm", "rope", "swiglu", "decode_attention")
+FAMILIES = ("linear_logprob", "linear_grpo_loss", "sample", "rms_norm", "rope", "swiglu", "decode_attention",
+            "write_kv")
 REGISTERS = 65536  # of a multiprocessor, in all these generations
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may have
 WARPS = {80: 64, 90: 64, 100: 64}  # that a multiprocessor can hold
