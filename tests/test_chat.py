@@ -256,7 +256,15 @@ def test_the_answer_is_that_of_the_greedy_evaluation(nano):
 # -- the session -----------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_the_session(nano):
+@pytest.fixture
+def ctrl_c():
+    """As in a terminal; a process started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_session(nano, ctrl_c):
     talk, seen = begun(nano, max_new_tokens=200), []
 
     def emit(text):
