@@ -17,6 +17,8 @@ from toolr0_core.kv_cache import PagePool
 from toolr0_core.model import Model
 
 LOOK = {"cpu": 1, "cuda": 8}  # steps between two looks of the host
+OWN_MEMORY = {"cpu": False}  # of the device; where it has none, `push` and `pull` have nothing to do
+CAPTURED = {"cuda"}  # where a step is a graph
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192)  # rows of a captured graph; then every 64
 COLUMNS = {"token": np.int64,  # the last token, which the next step reads
            "length": np.int64,  # tokens whose keys are in the cache
@@ -30,13 +32,14 @@ class Batch:
 
     def __init__(self, slots: int, table_width: int, stop_width: int, device: torch.device):
         self.slots, self.device, self.rows = slots, device, 0
-        self.look = LOOK.get(device.type, LOOK["cuda"])
+        self.look, self.mirrored = LOOK.get(device.type, LOOK["cuda"]), OWN_MEMORY.get(device.type, True)
         shapes = {name: ((slots,), dtype) for name, dtype in COLUMNS.items()}
         shapes |= {"table": ((slots, table_width), np.int32), "stops": ((slots, stop_width), np.int64)}
         self.host = {name: np.zeros(*shape) for name, shape in shapes.items()}
         self.results = {name: np.zeros((self.look, slots), dtype) for name, dtype in
                         (("tokens", np.int64), ("logprobs", np.float32), ("entropies", np.float32))}
-        self.on_device = {name: torch.from_numpy(x).to(device) for name, x in (self.host | self.results).items()}
+        self.on_device = {name: torch.from_numpy(x).to(device, copy=self.mirrored)
+                          for name, x in (self.host | self.results).items()}
         self.tick = torch.zeros(1, dtype=torch.long, device=device)
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
@@ -58,13 +61,13 @@ class Batch:
         self.host["stops"][i, : len(stops)] = stops
 
     def push(self) -> None:
-        if self.device.type != "cpu":
+        if self.mirrored:
             for name, column in self.host.items():
                 self.on_device[name].copy_(torch.from_numpy(column), non_blocking=True)
 
     def pull(self) -> None:
         """What the steps since the last look have drawn and where every row stands now."""
-        if self.device.type != "cpu":
+        if self.mirrored:
             for name in ("token", "length", "drawn", "alive"):
                 torch.from_numpy(self.host[name]).copy_(self.on_device[name])
             for name, column in self.results.items():
@@ -77,7 +80,7 @@ class Batch:
         active = self.host["temperature"][: self.rows] > 0
         truncates = bool((active & ((self.host["top_k"][: self.rows] > 0) | (self.host["top_p"][: self.rows] < 1))).any())
         self.tick.zero_()
-        if self.device.type != "cuda":
+        if self.device.type not in CAPTURED:
             for _ in range(self.look):
                 self._step(model, pool, self.rows, truncates)
             return
@@ -86,6 +89,7 @@ class Batch:
             self.graphs[rows, truncates] = self._capture(model, pool, rows, truncates)
         for _ in range(self.look):
             self.graphs[rows, truncates].replay()
+        torch.cuda.current_stream().synchronize()  # what comes now is the host's time
 
     def _capture(self, model: Model, pool: PagePool, rows: int, truncates: bool) -> torch.cuda.CUDAGraph:
         """The graph of one step. The steps that warm up and record run without a live row, so that they change nothing."""
@@ -94,11 +98,11 @@ class Batch:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._step(model, pool, rows, truncates)
+            self.tick.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph, shared = torch.cuda.CUDAGraph(), next(iter(self.graphs.values()), None)
         with torch.cuda.graph(graph, pool=shared.pool() if shared else None):
             self._step(model, pool, rows, truncates)
-        self.tick.zero_()
         self.push()
         return graph
 

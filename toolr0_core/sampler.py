@@ -100,7 +100,7 @@ class Sampler:
             raise ValueError(f"page_size is {page_size}; a page holds at least 1 token")
         self.model, self.tokenizer, self.page_size = model, tokenizer, page_size
         self.kv_gib, self.max_sequences = kv_gib, max_sequences or 256
-        self.stops: dict[tuple[str, ...], StopStrings] = {}
+        self.stops: dict[tuple[str, ...], StopStrings] = {}  # of the last call
         self.stats = Stats()
         self.release()
 
@@ -137,6 +137,8 @@ class Sampler:
         for request in requests:
             self._check(request, budget)
         self._allocate(requests, budget)
+        self.stops = {strings: self.stops.get(strings) or StopStrings(strings, self.tokenizer, self.model.config.vocab_size)
+                      for strings in {r.params.stop_strings for r in requests} if strings}
         try:
             return _Run(self, requests, on_stop, progress, on_token).run()
         finally:
@@ -201,11 +203,6 @@ class Sampler:
                 or not slots <= batch.slots <= self.max_sequences:
             self.batch = Batch(slots, width, stops, weight.device)
         self.batch.keep(np.arange(0))
-
-    def stop_strings(self, strings: tuple[str, ...]) -> StopStrings:
-        if strings not in self.stops:
-            self.stops[strings] = StopStrings(strings, self.tokenizer, self.model.config.vocab_size)
-        return self.stops[strings]
 
 
 class _Run:
@@ -358,7 +355,7 @@ class _Run:
                 of.setdefault(row.request.params.stop_strings, []).append(i)
         tokens, length_S = self.buffers["tokens"], self.batch.host["length"]
         for strings, rows in of.items():
-            strings = self.sampler.stop_strings(strings)
+            strings = self.sampler.stops[strings]
             for i in rows:
                 line, start = tokens[self.rows[i].record], len(self.rows[i].tokens)
                 for at in before_S[i] + np.flatnonzero(strings.may_end(line[before_S[i]: drawn_S[i]])):
